@@ -1,0 +1,1 @@
+"""Machines, storage and the model registry."""

@@ -1,0 +1,1 @@
+"""The pipeline as a DAG, and the command line."""

@@ -1,0 +1,1 @@
+"""The hybrid trainer: data, embedding servers, dense network, evaluation."""

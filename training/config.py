@@ -26,17 +26,31 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    def changed(self) -> set[str]:
+        """Fields whose value is not their default. A resolved configuration names every field, so being named means nothing."""
+        return {
+            name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default(call_default_factory=True)
+        }
+
 
 class DataConfig(Section):
     """Where the raw events lie and how to read them."""
 
-    paths: list[str] = Field(min_length=1, description="Files or glob patterns, relative to the configuration file; gz is recognised by its suffix.")
+    paths: list[str] = Field(
+        min_length=1, description="Files or glob patterns, relative to the configuration file; gz is recognised by its suffix."
+    )
     format: Literal["csv", "tsv", "jsonl", "parquet"] = Field(description="File format of every path.")
-    delimiter: str | None = Field(None, min_length=1, max_length=4, description="Field separator (csv only); ',' when absent. Tsv always uses a tab.")
+    delimiter: str | None = Field(
+        None, min_length=1, max_length=4, description="Field separator (csv only); ',' when absent. Tsv always uses a tab."
+    )
     header: bool = Field(True, description="Whether the first line of every csv/tsv file names the columns.")
     columns: list[str] = Field([], description="Column names in file order; required when header is false.")
-    quoting: bool = Field(True, description="Whether double quotes may enclose fields (csv/tsv); quoted text may hold delimiters and newlines.")
-    missing_values: list[str] = Field(["", "?", "NA", "NaN", "nan", "null", "NULL", "None", "\\N"], description="Field texts that mean 'no value'.")
+    quoting: bool = Field(
+        True, description="Whether double quotes may enclose fields (csv/tsv); quoted text may hold delimiters and newlines."
+    )
+    missing_values: list[str] = Field(
+        ["", "?", "NA", "NaN", "nan", "null", "NULL", "None", "\\N"], description="Field texts that mean 'no value'."
+    )
     strip_whitespace: bool = Field(True, description="Remove blanks around every field before anything else looks at it.")
     encoding: Literal["utf-8", "latin-1"] = Field("utf-8", description="Text encoding; undecodable records are dead letters.")
     max_dead_fraction: Fraction = Field(0.01, description="Share of malformed records above which preprocessing fails.")
@@ -73,7 +87,9 @@ class TimeConfig(Section):
     """The event time; with it, shards are written in time order."""
 
     column: str = Field(min_length=1, description="Source column.")
-    format: str = Field("epoch_seconds", description="epoch_seconds, epoch_milliseconds, iso8601, or a strptime pattern such as %y%m%d%H (UTC).")
+    format: str = Field(
+        "epoch_seconds", description="epoch_seconds, epoch_milliseconds, iso8601, or a strptime pattern such as %y%m%d%H (UTC)."
+    )
 
 
 class DenseFeature(Section):
@@ -81,8 +97,12 @@ class DenseFeature(Section):
 
     name: Name = Field(description="Feature name.")
     column: str | None = Field(None, description="Source column; the feature name when absent.")
-    transforms: list[Literal["log1p", "standardise"]] = Field([], description="Applied in order; log1p maps x to sign(x)*log(1+|x|); standardise uses the train split's mean and deviation.")
-    fill: float | Literal["mean"] = Field("mean", description="What a missing value becomes before the transforms; mean is of the train split.")
+    transforms: list[Literal["log1p", "standardise"]] = Field(
+        [], description="Applied in order; log1p maps x to sign(x)*log(1+|x|); standardise uses the train split's mean and deviation."
+    )
+    fill: float | Literal["mean"] = Field(
+        "mean", description="What a missing value becomes before the transforms; mean is of the train split."
+    )
 
     @property
     def source(self) -> str:
@@ -110,16 +130,23 @@ class CategoricalFeature(Section):
 
     name: Name = Field(description="Slot name.")
     column: str | None = Field(None, description="Source column; the slot name when absent.")
-    separator: str | None = Field(None, min_length=1, max_length=4, description="Makes the slot multi-valued: text between its ids. List columns (jsonl, parquet) need any value here.")
+    separator: str | None = Field(
+        None,
+        min_length=1,
+        max_length=4,
+        description="Makes the slot multi-valued: text between its ids. List columns (jsonl, parquet) need any value here.",
+    )
     max_ids: PositiveInt = Field(100, description="Multi-valued slots keep this many ids per record; the rest is dropped and counted.")
-    pooling: Literal["sum", "mean"] = Field("sum", description="How the rows of a multi-valued slot become one vector; an empty list gives zeros.")
+    pooling: Literal["sum", "mean"] = Field(
+        "sum", description="How the rows of a multi-valued slot become one vector; an empty list gives zeros."
+    )
     bucketise: BucketiseConfig | None = Field(None, description="Read the column as a number and use its bucket as the id.")
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.separator is not None and self.bucketise is not None:
             raise ValueError("bucketise: not possible for a multi-valued slot; remove separator or bucketise")
-        if self.separator is None and "pooling" in self.model_fields_set:
+        if self.separator is None and "pooling" in self.changed():
             raise ValueError("pooling: only meaningful for a multi-valued slot; add separator or remove pooling")
         return self
 
@@ -144,7 +171,7 @@ class SchemaConfig(Section):
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
-        names = [f.name for f in (*self.dense, *self.categorical)]
+        names = [*(f.name for f in self.dense), *(f.name for f in self.categorical)]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"feature names must differ, got {twice} twice; use name: and column: to read one column into two features")
         return self
@@ -170,13 +197,17 @@ class Fractions(Section):
 class SplitConfig(Section):
     """How records are divided into train, valid and test."""
 
-    by: Literal["time", "column", "hash"] = Field(description="By event time, by the value of a column, or by a stable hash of key columns.")
+    by: Literal["time", "column", "hash"] = Field(
+        description="By event time, by the value of a column, or by a stable hash of key columns."
+    )
     fractions: Fractions | None = Field(None, description="Shares (by time or hash); 0.8/0.1/0.1 when absent.")
     column: str | None = Field(None, description="Column that names the split (by column).")
     train: list[str] = Field(["train"], description="Values of the column that mean train.")
     valid: list[str] = Field(["valid"], description="Values of the column that mean valid.")
     test: list[str] = Field(["test"], description="Values of the column that mean test.")
-    valid_fraction: Fraction = Field(0.0, description="By column: share of the train records moved to valid by a stable hash of the record.")
+    valid_fraction: Fraction = Field(
+        0.0, description="By column: share of the train records moved to valid by a stable hash of the record."
+    )
     key: list[str] = Field([], description="By hash: columns whose values decide; the whole record when empty.")
     salt: str = Field("satrap", description="Changes which records fall where under the hash.")
 
@@ -186,7 +217,7 @@ class SplitConfig(Section):
             raise ValueError("column: required when by is column")
         if self.by != "column":
             for key in ("column", "train", "valid", "test", "valid_fraction"):
-                if key in self.model_fields_set:
+                if key in self.changed():
                     raise ValueError(f"{key}: only meaningful when by is column, not {self.by}")
         elif self.fractions is not None:
             raise ValueError("fractions: not possible when by is column; use valid_fraction")
@@ -198,7 +229,9 @@ class SplitConfig(Section):
 class SparseOptimizerConfig(Section):
     """The optimizer of embedding rows. Formulas are those of torch.optim; state lives beside each row."""
 
-    name: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = Field("adagrad", description="Update rule; rowwise_adagrad keeps one accumulator per row, the mean of g^2.")
+    name: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = Field(
+        "adagrad", description="Update rule; rowwise_adagrad keeps one accumulator per row, the mean of g^2."
+    )
     learning_rate: PositiveFloat = Field(0.02, description="Step size.")
     weight_decay: NonNegativeFloat = Field(0.0, description="L2 term added to the gradient of the rows a batch touches.")
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator (adagrad, rowwise_adagrad, adam).")
@@ -215,7 +248,7 @@ class SparseOptimizerConfig(Section):
             "rowwise_adagrad": {"eps", "initial_accumulator"},
             "adam": {"eps", "beta1", "beta2"},
         }[self.name] | {"name", "learning_rate", "weight_decay"}
-        if extra := sorted(self.model_fields_set - allowed):
+        if extra := sorted(self.changed() - allowed):
             raise ValueError(f"{extra[0]}: {self.name} has no such setting; it takes {sorted(allowed - {'name'})}")
         if self.name == "adam" and max(self.beta1, self.beta2) >= 1.0:
             raise ValueError("beta1, beta2: must be below 1")
@@ -225,7 +258,9 @@ class SparseOptimizerConfig(Section):
 class InitializerConfig(Section):
     """First values of a row: a function of its sign and the seed only, so order and server count cannot change them."""
 
-    kind: Literal["uniform", "normal", "zeros"] = Field("uniform", description="uniform in [-scale, scale], normal with deviation scale, or zeros.")
+    kind: Literal["uniform", "normal", "zeros"] = Field(
+        "uniform", description="uniform in [-scale, scale], normal with deviation scale, or zeros."
+    )
     scale: PositiveFloat = Field(0.01, description="Half-width or standard deviation.")
 
 
@@ -242,20 +277,30 @@ class EmbeddingConfig(Section):
     """The embedding rows: width, optimizer, capacity."""
 
     dim: PositiveInt = Field(16, le=1024, description="Width of a row unless its slot says otherwise.")
-    capacity_rows: int = Field(1_000_000, ge=64, description="Rows kept per table over all parameter servers; beyond it the least recently used go.")
+    capacity_rows: int = Field(
+        1_000_000, ge=64, description="Rows kept per table over all parameter servers; beyond it the least recently used go."
+    )
     optimizer: SparseOptimizerConfig = Field(SparseOptimizerConfig(), description="Default optimizer of rows.")
     initializer: InitializerConfig = Field(InitializerConfig(), description="Default first values.")
-    min_count: PositiveInt = Field(1, le=255, description="Times a sign must be seen in training before it gets a row (admission); 1 admits at once.")
-    groups: dict[str, list[str]] = Field({}, description="Slots that share rows: group name -> slot names. A slot outside is its own group.")
+    min_count: PositiveInt = Field(
+        1, le=255, description="Times a sign must be seen in training before it gets a row (admission); 1 admits at once."
+    )
+    groups: dict[str, list[str]] = Field(
+        {}, description="Slots that share rows: group name -> slot names. A slot outside is its own group."
+    )
     slots: dict[str, SlotConfig] = Field({}, description="Overrides per slot name.")
 
 
 class ModelConfig(Section):
     """The dense network."""
 
-    name: Literal["dnn", "dlrm", "deepfm"] = Field("dnn", description="dnn: MLP over dense inputs and embeddings; dlrm: dot interactions; deepfm: factorisation machine + MLP.")
+    name: Literal["dnn", "dlrm", "deepfm"] = Field(
+        "dnn", description="dnn: MLP over dense inputs and embeddings; dlrm: dot interactions; deepfm: factorisation machine + MLP."
+    )
     hidden: list[PositiveInt] = Field([256, 128], min_length=1, description="Widths of the (top) MLP.")
-    bottom_hidden: list[PositiveInt] = Field([], description="dlrm: widths of the MLP over dense inputs; its output has the embedding's width.")
+    bottom_hidden: list[PositiveInt] = Field(
+        [], description="dlrm: widths of the MLP over dense inputs; its output has the embedding's width."
+    )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout after each hidden layer while training.")
 
 
@@ -287,9 +332,14 @@ class EarlyStoppingConfig(Section):
 class TrainingConfig(Section):
     """How the model is trained."""
 
-    mode: Literal["sync", "hybrid", "async"] = Field("hybrid", description="sync: staleness 0; hybrid: rows asynchronous, dense synchronous; async: dense averaged now and then.")
+    mode: Literal["sync", "hybrid", "async"] = Field(
+        "hybrid", description="sync: staleness 0; hybrid: rows asynchronous, dense synchronous; async: dense averaged now and then."
+    )
     batch_size: PositiveInt = Field(512, description="Records per nn_worker rank and step.")
-    max_staleness: Annotated[int, Field(ge=0, le=1024)] = Field(4, description="Earlier batches of a rank whose row updates may be unacknowledged at a look-up. Mode sync means 0 whatever stands here.")
+    max_staleness: Annotated[int, Field(ge=0, le=1024)] = Field(
+        4,
+        description="Earlier batches of a rank whose row updates may be unacknowledged at a look-up. Mode sync means 0 whatever stands here.",
+    )
     averaging_period: PositiveInt = Field(16, description="Mode async: steps between averagings of the dense network.")
     epochs: PositiveInt = Field(1, description="Passes over the train split.")
     max_steps: PositiveInt | None = Field(None, description="Stop after this many steps.")
@@ -298,15 +348,21 @@ class TrainingConfig(Section):
     shuffle_window_shards: PositiveInt = Field(4, description="Shards per shuffle window.")
     dense_optimizer: DenseOptimizerConfig = Field(DenseOptimizerConfig(), description="Optimizer of the dense network.")
     roles: RolesConfig = Field(RolesConfig(), description="Process counts.")
-    wire_dtype: Literal["float16", "float32"] = Field("float16", description="Values and gradients between processes; float16 is scaled per block so that gradients do not underflow.")
+    wire_dtype: Literal["float16", "float32"] = Field(
+        "float16", description="Values and gradients between processes; float16 is scaled per block so that gradients do not underflow."
+    )
     transport: Literal["unix", "tcp"] = Field("unix", description="Sockets between local processes.")
     evaluate_every_steps: PositiveInt | None = Field(None, description="Steps between evaluations on valid; each epoch's end when absent.")
     early_stopping: EarlyStoppingConfig | None = Field(None, description="Stop on the valid split.")
     checkpoint_every_steps: PositiveInt | None = Field(None, description="Steps between checkpoints; only at the end when absent.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
     log_every_steps: PositiveInt = Field(10, description="Steps between TensorBoard points.")
-    projector_rows: Annotated[int, Field(ge=0, le=10_000)] = Field(0, description="Rows sampled into TensorBoard's embedding projector at the end; 0 for none.")
-    dense_threads: PositiveInt | None = Field(None, description="torch threads per nn_worker; cores minus one, shared by the ranks, when absent.")
+    projector_rows: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        0, description="Rows sampled into TensorBoard's embedding projector at the end; 0 for none."
+    )
+    dense_threads: PositiveInt | None = Field(
+        None, description="torch threads per nn_worker; cores minus one, shared by the ranks, when absent."
+    )
     start_timeout_seconds: PositiveFloat = Field(120.0, description="How long a role may take to come up.")
     request_timeout_seconds: PositiveFloat = Field(120.0, description="How long a peer may take to answer.")
 
@@ -326,13 +382,17 @@ class GateConfig(Section):
     min_value: float | None = Field(None, description="Worst acceptable value (a ceiling for log_loss and normalized_entropy).")
     min_improvement: float = Field(-0.001, description="Required improvement over the champion; negative tolerates noise.")
     max_calibration_error: NonNegativeFloat | None = Field(0.2, description="Largest |calibration - 1| accepted; null to switch off.")
-    if_incomparable: Literal["refuse", "promote"] = Field("refuse", description="What to do when the champion cannot be scored on this data (other features).")
+    if_incomparable: Literal["refuse", "promote"] = Field(
+        "refuse", description="What to do when the champion cannot be scored on this data (other features)."
+    )
 
 
 class EvaluationConfig(Section):
     """What is measured on the test split."""
 
-    metrics: list[MetricName] = Field(["auc", "log_loss", "normalized_entropy", "calibration"], min_length=1, description="Reported metrics.")
+    metrics: list[MetricName] = Field(
+        ["auc", "log_loss", "normalized_entropy", "calibration"], min_length=1, description="Reported metrics."
+    )
     slices: list[str] = Field([], description="Single-valued slots by whose values the metrics are broken down.")
     min_slice_rows: PositiveInt = Field(50, description="Slice values with fewer records are pooled as 'other'.")
     batch_size: PositiveInt = Field(4096, description="Records per evaluation batch.")
@@ -357,17 +417,27 @@ class ValidationConfig(Section):
 
     min_train_rows: PositiveInt = Field(1, description="The stage fails below it.")
     missing_rate: Threshold = Field(Threshold(warn=0.5, fail=1.0), description="Share of missing values per feature in train.")
-    missing_rate_change: Threshold = Field(Threshold(warn=0.05, fail=0.5), description="|change of the missing rate| against the previous run.")
+    missing_rate_change: Threshold = Field(
+        Threshold(warn=0.05, fail=0.5), description="|change of the missing rate| against the previous run."
+    )
     unseen_id_rate: Threshold = Field(Threshold(warn=0.3, fail=None), description="Share of test ids that train never saw, per slot.")
-    js_divergence: Threshold = Field(Threshold(warn=0.1, fail=None), description="Jensen-Shannon divergence (bits, 0..1) against the previous run.")
+    js_divergence: Threshold = Field(
+        Threshold(warn=0.1, fail=None), description="Jensen-Shannon divergence (bits, 0..1) against the previous run."
+    )
     psi: Threshold = Field(Threshold(warn=0.2, fail=None), description="Population stability index against the previous run.")
-    label_rate_change: Threshold = Field(Threshold(warn=0.05, fail=0.5), description="|change of the positive rate| against the previous run.")
+    label_rate_change: Threshold = Field(
+        Threshold(warn=0.05, fail=0.5), description="|change of the positive rate| against the previous run."
+    )
 
 
 class OutputConfig(Section):
     """Where results go."""
 
-    root: str = Field("satrap-runs", min_length=1, description="Directory of runs, reusable data and the model registry; relative to the current directory.")
+    root: str = Field(
+        "satrap-runs",
+        min_length=1,
+        description="Directory of runs, reusable data and the model registry; relative to the current directory.",
+    )
 
 
 class Config(Section):
@@ -399,6 +469,15 @@ class Config(Section):
         for name in self.embedding.slots:
             if name not in slots:
                 problems.append(f"embedding.slots.{name}: no such slot; slots are {slots}")
+        problems += self._group_problems(slots)
+        single = [f.name for f in self.schema_.categorical if not f.multi_valued]
+        for name in self.evaluation.slices:
+            if name not in single:
+                problems.append(f"evaluation.slices: {name!r} is not a single-valued slot; choose from {single}")
+        return problems
+
+    def _group_problems(self, slots: list[str]) -> list[str]:
+        problems = []
         seen: dict[str, str] = {}
         for group, members in self.embedding.groups.items():
             for name in members:
@@ -412,16 +491,17 @@ class Config(Section):
                 problems.append(f"embedding.groups.{group}: slots that share rows need the same dim, optimizer, initializer and min_count")
             if group in slots and group not in members:
                 problems.append(f"embedding.groups.{group}: is also the name of a slot outside the group; choose another group name")
-        single = [f.name for f in self.schema_.categorical if not f.multi_valued]
-        for name in self.evaluation.slices:
-            if name not in single:
-                problems.append(f"evaluation.slices: {name!r} is not a single-valued slot; choose from {single}")
         return problems
 
     def _slot_setting(self, name: str) -> str:
         slot = self.embedding.slots.get(name, SlotConfig())
         default = self.embedding
-        parts = (slot.dim or default.dim, slot.optimizer or default.optimizer, slot.initializer or default.initializer, slot.min_count or default.min_count)
+        parts = (
+            slot.dim or default.dim,
+            slot.optimizer or default.optimizer,
+            slot.initializer or default.initializer,
+            slot.min_count or default.min_count,
+        )
         return repr(parts)
 
     def _model_problems(self) -> list[str]:
@@ -432,6 +512,8 @@ class Config(Section):
             problems.append(f"model.name: {model.name} needs one embedding dim for all slots, got {sorted(dims)}; use dnn or equal dims")
         if model.name == "deepfm" and dims == {1}:
             problems.append("embedding.dim: deepfm needs at least 2 (one first-order weight and a factor), got 1")
+        if model.name == "dlrm" and len(self.schema_.categorical) + bool(dense) < 2:
+            problems.append("model.name: dlrm multiplies pairs of vectors and the schema yields only one; add a slot or use dnn")
         if model.bottom_hidden and model.name != "dlrm":
             problems.append(f"model.bottom_hidden: only dlrm has a bottom MLP, not {model.name}; remove it")
         if model.bottom_hidden and not dense:

@@ -64,7 +64,9 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError([f"{path}: holds {'nothing' if tree is None else type(tree).__name__}; expected sections {sorted(_keys(Config))}"])
+        raise ConfigError(
+            [f"{path}: holds {'nothing' if tree is None else type(tree).__name__}; expected sections {sorted(_keys(Config))}"]
+        )
     return tree
 
 
@@ -74,7 +76,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)

@@ -1,8 +1,9 @@
 """Progress as data: every stage appends JSON lines to one file; whoever watches a run follows that file.
 
 Processes append whole lines to a file opened with O_APPEND, so lines of several processes never mix.
-Kinds: ``stage`` (name, status started|reused|succeeded|failed, seconds, message), ``progress`` (stage, done, total, and any of
-samples_per_second, loss, staleness, auc, epoch), ``metrics`` (stage, values), ``note`` (stage, message), ``artifact`` (name, path).
+Kinds: ``stage`` (name, status started|reused|succeeded|failed, seconds, message, error), ``progress`` (stage, done, total, and any of
+samples_per_second, loss, staleness, auc, epoch), ``metrics`` (stage, values), ``note`` (stage, message), ``artifact`` (name, path),
+``registration`` (version, promoted, reason).
 """
 
 from __future__ import annotations

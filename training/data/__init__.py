@@ -1,0 +1,1 @@
+"""From raw events to shards, and from shards to batches."""

@@ -148,11 +148,17 @@ class Manifest(_Entry):
         try:
             manifest = cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
-            raise ManifestError(f"{data_dir}: no manifest.json, so not a finished data directory; run `satrap preprocess` into it") from None
+            raise ManifestError(
+                f"{data_dir}: no manifest.json, so not a finished data directory; run `satrap preprocess` into it"
+            ) from None
         except NotADirectoryError:
             raise ManifestError(f"{data_dir}: not a directory") from None
         except ValidationError as error:
-            raise ManifestError(f"{path}: damaged or of another version ({error.error_count()} problems); run `satrap preprocess` again") from None
+            raise ManifestError(
+                f"{path}: damaged or of another version ({error.error_count()} problems); run `satrap preprocess` again"
+            ) from None
         if manifest.format_version != FORMAT_VERSION:
-            raise ManifestError(f"{path}: format version {manifest.format_version}, this satrap reads {FORMAT_VERSION}; run `satrap preprocess` again")
+            raise ManifestError(
+                f"{path}: format version {manifest.format_version}, this satrap reads {FORMAT_VERSION}; run `satrap preprocess` again"
+            )
         return manifest

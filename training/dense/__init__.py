@@ -1,0 +1,1 @@
+"""The dense network and the ranks that train it."""

@@ -69,5 +69,7 @@ def _resolve(config: Config) -> tuple[tuple[Slot, ...], tuple[TableSpec, ...]]:
             twins = sum(spec.name.split(".")[0] == base for spec in specs)
             name = base if not twins else f"{base}.{twins}"
             specs.append(TableSpec(name, dim, optimizer, initializer, min_count, embedding.capacity_rows))
-        resolved.append(Slot(feature.name, group_of.get(feature.name, feature.name), index[key], dim, feature.multi_valued, feature.pooling))
+        resolved.append(
+            Slot(feature.name, group_of.get(feature.name, feature.name), index[key], dim, feature.multi_valued, feature.pooling)
+        )
     return tuple(resolved), tuple(specs)

@@ -1,0 +1,22 @@
+"""Step ``register``: the candidate becomes the champion, or is refused with the reason."""
+
+from kfp import dsl
+
+from components import component
+
+
+@component
+def register(config_json: str, run_dir: str, model: dsl.Input[dsl.Model], evaluation: dsl.Input[dsl.Artifact]) -> None:
+    """Add a version to the registry under ``<output.root>/registry`` if the gate lets it."""
+    from pathlib import Path
+
+    from infra.registry import Registry
+    from training.config_file import parse_config
+    from training.stage import stage
+
+    with stage("register", run_dir) as run:
+        config = parse_config(config_json)
+        done = Registry.of(config).register(
+            config.name, checkpoint=Path(model.path), evaluation=Path(evaluation.path), config=config, run_id=Path(run_dir).name
+        )
+        run.events.emit("registration", version=done.version, promoted=done.promoted, reason=done.reason)

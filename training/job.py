@@ -1,0 +1,91 @@
+"""What the roles of one training run share: the job description, and where each finds the others.
+
+The rendezvous directory holds one small file per role process with its address. A role announces itself once it can answer, and
+waits for the announcements it needs: servers, then workers, then loaders, then ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from training.config import Config
+from training.config_file import parse_config
+from training.data.manifest import Manifest
+from training.errors import RoleError, TrainingError
+
+RoleName = Literal["parameter_server", "embedding_worker", "data_loader", "nn_worker"]
+ROLES: tuple[RoleName, ...] = ("parameter_server", "embedding_worker", "data_loader", "nn_worker")
+"""In the order they depend on one another."""
+
+
+class Job(BaseModel):
+    """The content of ``job.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config_json: str
+    data_dir: str
+    output_dir: str
+    rendezvous: str
+    """Directory all roles can reach; also holds the Unix sockets of a local run."""
+    events: str
+    resume: str | None = None
+    """Checkpoint to go on from: rows, dense network, optimizers, position."""
+    warm_start: str | None = None
+    """Checkpoint to start from: rows, dense network and optimizers, at the beginning of new data."""
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration."""
+        return parse_config(self.config_json)
+
+    def count(self, role: RoleName) -> int:
+        """Processes of a role."""
+        return int(getattr(self.config.training.roles, role))
+
+
+class Rendezvous:
+    """Announcing and finding addresses through files."""
+
+    def __init__(self, directory: Path, timeout_seconds: float) -> None:
+        self._directory = directory
+        self._timeout_seconds = timeout_seconds
+
+    def listen_address(self, transport: Literal["unix", "tcp"], role: RoleName, index: int) -> str:
+        """Where a local role should listen."""
+        return f"unix:{self._directory}/{role}-{index}.sock" if transport == "unix" else "tcp:127.0.0.1:0"
+
+    def announce(self, role: RoleName, index: int, address: str) -> None:
+        """Make the role findable; it must be able to answer already."""
+        path = self._directory / f"{role}-{index}.json"
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+        temporary.replace(path)
+
+    def addresses(self, role: RoleName, count: int) -> list[str]:
+        """Wait for all processes of a role; raises ``RoleError`` naming those that did not come."""
+        deadline = time.monotonic() + self._timeout_seconds
+        paths = [self._directory / f"{role}-{index}.json" for index in range(count)]
+        while missing := [path.stem for path in paths if not path.exists()]:
+            if time.monotonic() > deadline:
+                raise RoleError(
+                    f"{', '.join(missing)} did not come up within {self._timeout_seconds:g} s; see its log, "
+                    "or raise training.start_timeout_seconds"
+                )
+            time.sleep(0.02)
+        return [str(json.loads(path.read_text())["address"]) for path in paths]
+
+
+def total_steps(config: Config, manifest: Manifest) -> int:
+    """Steps of the whole run. Raises ``TrainingError`` if there is nothing to train on."""
+    rows = manifest.rows("train")
+    if rows == 0:
+        raise TrainingError("the train split is empty: check the split section and the dead letters of preprocessing")
+    steps = config.training.epochs * -(-rows // (config.training.batch_size * config.training.roles.nn_worker))
+    return min(steps, config.training.max_steps or steps)
