@@ -16,20 +16,20 @@ def evaluate(
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Write ``evaluate/evaluation.json``, ``report.html`` and TensorBoard events."""
-    from pathlib import Path
-
-    from infra.registry import Registry
-    from training.config_file import parse_config
-    from training.evaluate import evaluate
     from training.stage import stage
 
     with stage("evaluate", run_dir) as run:
+        from pathlib import Path
+
+        from infra.registry import Registry
+        from training.config_file import parse_config
+        from training.evaluate import evaluate
+
         config, out = parse_config(config_json), Path(run_dir) / "evaluate"
-        champion = Registry.of(config).champion(config.name)
-        result = evaluate(
-            config, Path(dataset.path), Path(model.path), out, champion=champion.checkpoint if champion else None, events=run.events
-        )
+        champion = Registry(Path(config.output.root) / "registry").champion(config.name)
+        best = champion.checkpoint if champion else None
+        result = evaluate(config, Path(dataset.path), Path(model.path), out, champion=best, events=run.events)
+        run.artifact("report", out / "report.html")
         evaluation.uri, report.uri = str(out / "evaluation.json"), str(out / "report.html")
-        run.artifact("report", report.path)
         for name, value in result.metrics.items():
             metrics.log_metric(name, value)

@@ -8,14 +8,16 @@ from components import component
 @component
 def preprocess(config_json: str, run_dir: str, dataset: dsl.Output[dsl.Dataset]) -> None:
     """Write, or reuse, ``<output.root>/data/<key>``. ``dataset`` is that directory."""
-    from pathlib import Path
-
-    from training.config_file import parse_config
-    from training.data.preprocess import data_key, preprocess
     from training.stage import stage
 
     with stage("preprocess", run_dir) as run:
+        from pathlib import Path
+
+        from training.config_file import parse_config
+        from training.data.preprocess import data_key, preprocess
+
         config = parse_config(config_json)
         dataset.uri = str(Path(config.output.root).absolute() / "data" / data_key(config))
         manifest = preprocess(config, Path(dataset.path), events=run.events)
+        run.artifact("data", dataset.path)
         dataset.metadata["fingerprint"] = manifest.fingerprint

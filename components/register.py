@@ -8,15 +8,15 @@ from components import component
 @component
 def register(config_json: str, run_dir: str, model: dsl.Input[dsl.Model], evaluation: dsl.Input[dsl.Artifact]) -> None:
     """Add a version to the registry under ``<output.root>/registry`` if the gate lets it."""
-    from pathlib import Path
-
-    from infra.registry import Registry
-    from training.config_file import parse_config
     from training.stage import stage
 
     with stage("register", run_dir) as run:
-        config = parse_config(config_json)
-        done = Registry.of(config).register(
-            config.name, checkpoint=Path(model.path), evaluation=Path(evaluation.path), config=config, run_id=Path(run_dir).name
-        )
+        from pathlib import Path
+
+        from infra.registry import Registry
+        from training.config_file import parse_config
+
+        config, run_id = parse_config(config_json), Path(run_dir).name
+        registry = Registry(Path(config.output.root) / "registry")
+        done = registry.register(config.name, checkpoint=Path(model.path), evaluation=Path(evaluation.path), config=config, run_id=run_id)
         run.events.emit("registration", version=done.version, promoted=done.promoted, reason=done.reason)

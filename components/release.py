@@ -6,11 +6,11 @@ from components import component
 @component
 def release(run_dir: str) -> None:
     """End leftover processes of the run and write ``release.json`` into its directory; the outcome is judged by the run's own events."""
-    from pathlib import Path
-
-    from infra import local
     from training.stage import stage
 
     with stage("release", run_dir) as run:
-        ended = local.release(Path(run_dir)).terminated
-        run.message = f"ended {len(ended)} leftover processes: {ended}" if ended else "nothing left to end"
+        from pathlib import Path
+
+        from infra import local
+
+        run.message = local.release(Path(run_dir)).message

@@ -8,13 +8,14 @@ from components import component
 @component
 def validate(config_json: str, run_dir: str, previous: str, dataset: dsl.Input[dsl.Dataset], report: dsl.Output[dsl.HTML]) -> None:
     """Write ``validate/report.html`` and ``report.json``. ``previous`` is the data directory to compare with, empty for none."""
-    from pathlib import Path
-
-    from training.config_file import parse_config
-    from training.data.validate import validate
     from training.stage import stage
 
     with stage("validate", run_dir) as run:
+        from pathlib import Path
+
+        from training.config_file import parse_config
+        from training.data.validate import validate
+
         report.uri = str(Path(run_dir) / "validate" / "report.html")
         run.artifact("validation_report", report.path)
         validate(parse_config(config_json), Path(dataset.path), Path(report.path).parent, previous=Path(previous) if previous else None)

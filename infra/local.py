@@ -19,6 +19,8 @@ _STATE_FLOATS = {"sgd": (0, 0), "adagrad": (1, 0), "rowwise_adagrad": (0, 1), "a
 """Optimizer state as float32 numbers: (per value of the row, per row). sgd with momentum keeps one more per value."""
 _ROW_OVERHEAD_BYTES = 48
 """Index entry, recency, step count and admission counter of a row, and the index's spare buckets: an upper bound, see tests/infra."""
+_LAST_STAGE = "register"
+"""A run that did not come through it has failed, whatever an orchestrator says."""
 _USABLE_SHARE = 0.8
 """Of the available memory; the rest is for the dense network, buffers and the machine itself."""
 _GIB = 1024.0**3
@@ -59,6 +61,11 @@ class Release:
     time: float
     """Seconds since the epoch."""
 
+    @property
+    def message(self) -> str:
+        """What was done, for people."""
+        return f"ended {len(self.terminated)} leftover processes: {self.terminated}" if self.terminated else "local: nothing left to end"
+
 
 def measure() -> Machine:
     """Cores and memory of this machine, or of the container around this process."""
@@ -82,9 +89,9 @@ def provision(config: Config, run_dir: Path, *, machine: Machine | None = None) 
     if needed > usable:
         rows = usable // sum(row_bytes(spec) for spec in specs)
         raise CapacityError(
-            f"the embedding tables need {needed / _GIB:.1f} GiB at {config.embedding.capacity_rows:,} rows each, but only {usable / _GIB:.1f} GiB "
-            f"of this machine's memory can be used: lower embedding.capacity_rows to {rows:,} or less, lower embedding.dim ({config.embedding.dim}), "
-            f"or choose embedding.optimizer.name: rowwise_adagrad"
+            f"the embedding tables need {needed / _GIB:.1f} GiB at {config.embedding.capacity_rows:,} rows each, "
+            f"but this machine has only {usable / _GIB:.1f} GiB for them: lower embedding.capacity_rows to {rows:,} or less, "
+            f"lower embedding.dim ({config.embedding.dim}), or choose embedding.optimizer.name: rowwise_adagrad"
         )
     roles = config.training.roles
     count = roles.data_loader + roles.embedding_worker + roles.nn_worker + roles.parameter_server
@@ -104,18 +111,12 @@ def release(run_dir: Path, *, interrupted: bool = False) -> Release:
     """
     run_dir = run_dir.absolute()
     terminated = processes.terminate(lambda: processes.marked(run_dir))
-    failed = _failed_stage(run_dir)
-    outcome = "interrupted" if interrupted else "failed" if failed else "succeeded"
+    ended = {e["name"]: e["status"] for e in read_events(run_dir / "events.jsonl") if e["kind"] == "stage"}
+    failed = next((name for name, status in ended.items() if status == "failed"), None)
+    outcome = "interrupted" if interrupted else "succeeded" if ended.get(_LAST_STAGE) == "succeeded" else "failed"
     result = Release(run=run_dir.name, outcome=outcome, failed_stage=failed, terminated=terminated, time=round(time.time(), 3))
     _write_json(run_dir / "release.json", asdict(result))
     return result
-
-
-def _failed_stage(run_dir: Path) -> str | None:
-    for event in read_events(run_dir / "events.jsonl"):
-        if event["kind"] == "stage" and event["status"] == "failed":
-            return str(event["name"])
-    return None
 
 
 def _has_momentum(optimizer: SparseOptimizerConfig) -> int:

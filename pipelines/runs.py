@@ -99,7 +99,11 @@ class RunRecord(BaseModel):
         before = self.stages.get(event["name"])
         started = event["time"] if before is None or event["status"] == "started" else before.started
         self.stages[event["name"]] = StageRecord(
-            status=event["status"], started=started, seconds=event.get("seconds"), message=event.get("message", ""), error=event.get("error")
+            status=event["status"],
+            started=started,
+            seconds=event.get("seconds"),
+            message=event.get("message", ""),
+            error=event.get("error"),
         )
 
     def end(self, status: Status, error: str | None = None) -> None:
@@ -197,7 +201,9 @@ def previous_data(root: str | Path, name: str) -> Path | None:
 def _git_commit() -> str | None:
     source = Path(__file__).parent
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=True, timeout=5
+        ).stdout.strip()
         status = ["git", "status", "--porcelain", "--untracked-files=no"]
         changes = subprocess.run(status, cwd=source, capture_output=True, text=True, check=True, timeout=5).stdout
     except (OSError, subprocess.SubprocessError):

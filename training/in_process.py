@@ -50,7 +50,9 @@ def in_process_trainer(
             worker = EmbeddingWorker(slots(config), transport, servers, wire_dtype=training.wire_dtype, sync=training.mode == "sync")
             stack.enter_context(worker)
             workers.append(stack.enter_context(transport.serve(worker.handle, f"embedding_worker-{i}")).address)
-        loaders = _loaders(config, data_dir, transport, workers, first_step=first_step, last_step=total_steps(config, manifest), stack=stack)
+        loaders = _loaders(
+            config, data_dir, transport, workers, first_step=first_step, last_step=total_steps(config, manifest), stack=stack
+        )
         connections = [transport.connect(address, peer=address) for address in servers]
         if resume:
             restore_rows(connections, resume)

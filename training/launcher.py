@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from training.checkpoint import check_resumable, check_warm_startable, newest_checkpoint
 from training.config import Config
 from training.data.manifest import Manifest
-from training.errors import CheckpointError, ConfigError, RoleError, TrainingError
+from training.errors import CheckpointError, ConfigError, RoleError
 from training.events import EventLog
 from training.job import ROLES, Job, RoleName, total_steps
 
@@ -202,13 +202,13 @@ def _rendezvous_directory() -> Iterator[Path]:
 
 @contextmanager
 def _termination_raises() -> Iterator[None]:
-    """While open, SIGTERM unwinds the main thread like Ctrl-C does, so that roles are stopped and files removed."""
-    if threading.current_thread() is not threading.main_thread():
+    """While open, SIGTERM unwinds the main thread like Ctrl-C does, unless the caller handles it in a way of their own."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise TrainingError("training was told to stop (SIGTERM)")
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

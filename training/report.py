@@ -1,7 +1,7 @@
 """Self-contained HTML reports: one file, no scripts, no external resources, so that it opens from disk and in a sandboxed iframe alike.
 
-A report is ``page(title, blocks)``; blocks come from the functions here and every text in them is escaped. Figures are drawn with matplotlib
-(imported only when one is drawn, never through pyplot, so no global state) and embedded as inline SVG.
+A report is ``page(title, blocks)``; blocks come from the functions here and every text in them is escaped. Figures are drawn with
+matplotlib (imported only when one is drawn, never through pyplot, so no global state) and embedded as inline SVG.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NewType
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,14 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Html = NewType("Html", str)
-"""Text that is markup already. Only this module makes it."""
-Cell = str | int | float | bool | None | Html
+
+class Html(str):
+    """Text that is markup already, so that it is not escaped again. Only this module makes it."""
+
+    __slots__ = ()
+
+
+Cell = str | int | float | bool | None
 Tone = Literal["good", "warn", "bad", "plain"]
 
 PALETTE = ("#0b5fa5", "#d1660b", "#2a8a57", "#8a4fb0", "#6b7280")
@@ -88,19 +93,19 @@ def heading(text: str, *, level: Literal[2, 3] = 2) -> Html:
     return Html(f"<h{level}>{html.escape(text)}</h{level}>")
 
 
-def paragraph(*parts: str | Html) -> Html:
+def paragraph(*parts: str) -> Html:
     """Running text; parts that are ``Html`` (badges, code) stay as they are."""
     return Html("<p>" + "".join(_inline(part) for part in parts) + "</p>")
 
 
 def code(text: str) -> Html:
     """A formula, path or command inside a paragraph or cell."""
-    return _Markup(f"<code>{html.escape(text)}</code>")
+    return Html(f"<code>{html.escape(text)}</code>")
 
 
 def badge(text: str, tone: Tone) -> Html:
     """A small coloured label; the text carries the meaning, the colour only repeats it."""
-    return _Markup(f'<span class="badge {tone}">{html.escape(text)}</span>')
+    return Html(f'<span class="badge {tone}">{html.escape(text)}</span>')
 
 
 def tiles(entries: Sequence[tuple[str, str, str]]) -> Html:
@@ -155,7 +160,7 @@ def number(value: float | None, *, digits: int = 4) -> str:
 
 def percent(value: float | None, *, digits: int = 1) -> str:
     """A share in percent, 0.125 as 12.5 %; a dash for None and nan."""
-    return "–" if value is None or math.isnan(value) else f"{100 * value:.{digits}f} %"
+    return "–" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}\u00a0%"
 
 
 def draw(plot: Callable[[Any], None], *, width: float = 6.0, height: float = 4.0) -> Figure:
@@ -200,14 +205,8 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-class _Markup(str):
-    """Marks markup at run time, so that cells and paragraphs can tell it from text that needs escaping."""
-
-    __slots__ = ()
-
-
 def _inline(part: str) -> str:
-    return part if isinstance(part, _Markup) else html.escape(part)
+    return part if isinstance(part, Html) else html.escape(part)
 
 
 def _is_number(value: Cell) -> bool:
@@ -221,7 +220,7 @@ def _cell(value: Cell, right: bool) -> str:
         return f"<td>{'yes' if value else 'no'}</td>"
     if isinstance(value, int | float):
         return f'<td class="num">{number(value)}</td>'
-    return f'<td class="{"text" if not isinstance(value, _Markup) else ""}">{_inline(value)}</td>'
+    return f'<td class="{"text" if not isinstance(value, Html) else ""}">{_inline(value)}</td>'
 
 
 def _figure_settings() -> dict[str, Any]:

@@ -47,7 +47,8 @@ class Scorer:
     @classmethod
     def load(cls, checkpoint: Path) -> Scorer:
         """Read and verify a checkpoint; raises ``CheckpointError`` or ``CapacityError``."""
-        config, manifest = load_config_of(checkpoint), CheckpointManifest.load(checkpoint)
+        manifest = CheckpointManifest.load(checkpoint)
+        config = load_config_of(checkpoint)
         specs = [replace(spec, capacity_rows=ROOM * manifest.rows[spec.name] + 64) for spec in tables(config)]
         transport = InProcessTransport()
         with ExitStack() as stack:

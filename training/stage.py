@@ -1,4 +1,4 @@
-"""The frame around one stage of a run: when it started, how it came out, what it made. Used alike by the pipeline's steps and the CLI's verbs."""
+"""The frame around one stage of a run: when it started, how it came out, what it made. Pipeline steps and CLI verbs use it alike."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _interruptible() -> Iterator[None]:
         yield
         return
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
         for other in _SIGNALS:
             signal.signal(other, signal.SIG_IGN)
         raise KeyboardInterrupt

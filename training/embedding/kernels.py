@@ -6,9 +6,9 @@ within one block of at most 512 buckets (signs in hash order thus walk through i
 bits 0..27 hold the ways from newest to oldest, 4 bits each, xor ``_FIRST_ORDER`` (so zeroed memory is an empty table); bits 28..34 say
 which ways hold a sign. Ways fill from 0 and are never emptied. Slot = bucket * 7 + way.
 
-Every call runs in two phases over its batch: probe (signs to slots), then rows (gather or update); each prefetches ``AHEAD`` signs ahead
-(16-32 measured best, 2.7-4x over none). Slots on the way: >= 0 known row; ``ABSENT``; below: row -(slot + 2), new in this call.
-Both phases go through the batch in order, so a row evicted within its own batch is still read before its successor is written.
+Every call goes through its batch in chunks of ``CHUNK`` signs: probe (signs to slots, both buckets prefetched ``AHEAD`` signs ahead), ask
+for the chunk's rows, then gather or update them. Slots on the way: >= 0 known row; ``ABSENT``; below: row -(slot + 2), new in this call.
+Index and rows are each written in the order of the batch, so a row evicted within its own batch is read before its successor is written.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from training.embedding.simd import (
 WAYS = 7
 LINE = 8
 AHEAD = 16
+CHUNK = 128
 ABSENT = -1
 FILTER_LINE = 64
 INIT_ZEROS, INIT_UNIFORM, INIT_NORMAL = 0, 1, 2
@@ -45,7 +46,8 @@ _VALID_SHIFT = np.uint64(28)
 _VALID_MASK = np.uint64(0x7F)
 _NIBBLE = np.uint64(0xF)
 _OLDEST_SHIFT = np.uint64(24)
-_U0, _U1, _U2, _U4, _U8, _U32, _U40 = (np.uint64(n) for n in (0, 1, 2, 4, 8, 32, 40))
+_U0, _U1, _U4, _U7, _U8, _U32, _U40 = (np.uint64(n) for n in (0, 1, 4, 7, 8, 32, 40))
+_ULINE, _UWAYS = np.uint64(LINE), np.uint64(WAYS)
 _VICTIM_BIT = np.uint64(24)
 _FILTER_SHIFT = np.uint64(25)
 _SIX_BITS = np.uint64(63)
@@ -53,22 +55,26 @@ _TWO_PI = 2.0 * np.pi
 
 
 @inlined
-def _buckets(hashed: Any, multiplier: Any, num_blocks: Any, block: Any) -> Any:
-    """Both buckets of a hash (int64). ``multiplier`` spreads one server's share of the hashes over all 64 bits, in order."""
+def _announce(where: Any, signs: Any, slots: Any, i: Any) -> None:
+    """Ask for both buckets of sign i and leave them in slots[i], as first * 1024 + 512 + (second - first), until it is probed."""
+    index, multiplier, num_blocks, block = where
+    hashed = sign_hash(signs[i])
     spread = hashed * multiplier
-    first = multiply_high(spread, num_blocks) * block
     offset = multiply_high(spread * num_blocks, block)
-    other = offset + _U1 + multiply_high(hashed << _U40, block - _U1)
-    if other >= block:
-        other -= block
-    return np.int64(first + offset), np.int64(first + other)
+    first = multiply_high(spread, num_blocks) * block + offset
+    step = _U1 + multiply_high(hashed << _U40, block - _U1)
+    delta = np.int64(step) if offset + step < block else np.int64(step) - np.int64(block)
+    prefetch(index, np.int64(first) * LINE)
+    prefetch(index, (np.int64(first) + delta) * LINE)
+    slots[i] = (np.int64(first) << 10) + 512 + delta
 
 
 @inlined
-def _prefetch_buckets(index: Any, sign: Any, multiplier: Any, num_blocks: Any, block: Any) -> None:
-    one, two = _buckets(sign_hash(sign), multiplier, num_blocks, block)
-    prefetch(index, one * LINE)
-    prefetch(index, two * LINE)
+def _announced(slots: Any, i: Any) -> Any:
+    """Both buckets of sign i, uint64: unsigned indices spare the test for negative ones."""
+    packed = slots[i]
+    first = packed >> 10
+    return np.uint64(first), np.uint64(first + (packed & 1023) - 512)
 
 
 @inlined
@@ -86,31 +92,46 @@ def _touched(meta: Any, way: Any) -> Any:
 @inlined
 def _match(index: Any, sign: Any, one: Any, two: Any) -> Any:
     """Bits 0..6: ways of bucket one that hold the sign; bits 8..14: of bucket two. At most one bit is set."""
-    valid_one = (index[one * LINE + WAYS] >> _VALID_SHIFT) & _VALID_MASK
-    valid_two = (index[two * LINE + WAYS] >> _VALID_SHIFT) & _VALID_MASK
-    return (match8(index, one * LINE, sign) & valid_one) | ((match8(index, two * LINE, sign) & valid_two) << _U8)
+    valid_one = (index[one * _ULINE + _UWAYS] >> _VALID_SHIFT) & _VALID_MASK
+    valid_two = (index[two * _ULINE + _UWAYS] >> _VALID_SHIFT) & _VALID_MASK
+    return (match8(index, one * _ULINE, sign) & valid_one) | ((match8(index, two * _ULINE, sign) & valid_two) << _U8)
 
 
-@kernel
-def probe(index, multiplier, num_blocks, block, signs, slots):
-    """Slots of signs, ``ABSENT`` where there is none. Changes nothing. Returns how many were found."""
+@inlined
+def find(where: Any, signs: Any, slots: Any, first: Any, last: Any) -> Any:
+    """Slots of signs[first:last], ``ABSENT`` where there is none. Changes nothing. Returns how many were found.
+
+    To be called for one chunk after the other, from 0 on.
+    """
+    index = where[0]
     n = len(signs)
-    for i in range(min(AHEAD, n)):
-        _prefetch_buckets(index, signs[i], multiplier, num_blocks, block)
+    if first == 0:
+        for i in range(min(AHEAD, n)):
+            _announce(where, signs, slots, i)
     found = 0
-    for i in range(n):
+    for i in range(first, last):
         if i + AHEAD < n:
-            _prefetch_buckets(index, signs[i + AHEAD], multiplier, num_blocks, block)
-        one, two = _buckets(sign_hash(signs[i]), multiplier, num_blocks, block)
+            _announce(where, signs, slots, i + AHEAD)
+        one, two = _announced(slots, i)
         match = _match(index, signs[i], one, two)
         if match == _U0:
             slots[i] = ABSENT
         else:
-            position = trailing_zeros(match)
-            bucket = one if position < LINE else two
-            slots[i] = bucket * WAYS + (position & 7)
+            position = np.uint64(trailing_zeros(match))
+            bucket = one if position < _U8 else two
+            slots[i] = np.int64(bucket * _UWAYS + (position & _U7))
             found += 1
     return found
+
+
+@inlined
+def prefetch_rows(rows: Any, slots: Any, first: Any, last: Any, stride: Any, floats: Any) -> None:
+    """Ask for the first ``floats`` values of rows slots[first:last]."""
+    for i in range(first, last):
+        slot = slots[i] if slots[i] >= ABSENT else -(slots[i] + 2)
+        if slot >= 0:
+            for j in range(0, floats, 16):
+                prefetch(rows, slot * stride + j)
 
 
 @inlined
@@ -131,49 +152,52 @@ def _admit(counters: Any, hashed: Any, spread: Any, min_count: Any) -> Any:
 @inlined
 def _place(index: Any, sign: Any, hashed: Any, one: Any, two: Any) -> Any:
     """Give a sign the free way of the emptier bucket, else the oldest way of one of its buckets. Returns (slot, evicted)."""
-    valid_one = (index[one * LINE + WAYS] >> _VALID_SHIFT) & _VALID_MASK
-    valid_two = (index[two * LINE + WAYS] >> _VALID_SHIFT) & _VALID_MASK
+    valid_one = (index[one * _ULINE + _UWAYS] >> _VALID_SHIFT) & _VALID_MASK
+    valid_two = (index[two * _ULINE + _UWAYS] >> _VALID_SHIFT) & _VALID_MASK
     if (valid_one & valid_two) == _VALID_MASK:
         bucket = one if (hashed >> _VICTIM_BIT) & _U1 == _U0 else two
-        meta = index[bucket * LINE + WAYS]
+        meta = index[bucket * _ULINE + _UWAYS]
         way = (((meta & _ORDER_MASK) ^ _FIRST_ORDER) >> _OLDEST_SHIFT) & _NIBBLE
         evicted = 1
     else:
         bucket = one if valid_one <= valid_two else two
-        meta = index[bucket * LINE + WAYS]
+        meta = index[bucket * _ULINE + _UWAYS]
         way = np.uint64(trailing_zeros(~(meta >> _VALID_SHIFT)))
         meta |= _U1 << (_VALID_SHIFT + way)
         evicted = 0
-    index[bucket * LINE + np.int64(way)] = sign
-    index[bucket * LINE + WAYS] = _touched(meta, way)
-    return bucket * WAYS + np.int64(way), evicted
+    index[bucket * _ULINE + way] = sign
+    index[bucket * _ULINE + _UWAYS] = _touched(meta, way)
+    return np.int64(bucket * _UWAYS + way), evicted
 
 
-@kernel
-def probe_or_insert(index, multiplier, num_blocks, block, counters, min_count, signs, slots):
-    """Slots of signs, giving new ones a row once they were seen ``min_count`` times; refreshes recency.
+@inlined
+def _find_or_insert(where: Any, counters: Any, min_count: Any, signs: Any, slots: Any, first: Any, last: Any) -> Any:
+    """As ``find``, but new signs get a row once they were seen ``min_count`` times, and recency is refreshed.
 
-    ``counters`` is the admission filter, empty if every sign is admitted at once. Returns (hits, inserted, refused, evicted).
+    Returns (hits, inserted, refused, evicted).
     """
+    index, multiplier, _, _ = where
     n = len(signs)
-    for i in range(min(AHEAD, n)):
-        _prefetch_buckets(index, signs[i], multiplier, num_blocks, block)
+    if first == 0:
+        for i in range(min(AHEAD, n)):
+            _announce(where, signs, slots, i)
     hits, inserted, refused, evictions = 0, 0, 0, 0
-    for i in range(n):
+    for i in range(first, last):
         if i + AHEAD < n:
-            _prefetch_buckets(index, signs[i + AHEAD], multiplier, num_blocks, block)
+            _announce(where, signs, slots, i + AHEAD)
         sign = signs[i]
-        hashed = sign_hash(sign)
-        one, two = _buckets(hashed, multiplier, num_blocks, block)
+        one, two = _announced(slots, i)
         match = _match(index, sign, one, two)
         if match != _U0:
-            position = trailing_zeros(match)
-            bucket = one if position < LINE else two
-            way = position & 7
-            index[bucket * LINE + WAYS] = _touched(index[bucket * LINE + WAYS], np.uint64(way))
-            slots[i] = bucket * WAYS + way
+            position = np.uint64(trailing_zeros(match))
+            bucket = one if position < _U8 else two
+            way = position & _U7
+            index[bucket * _ULINE + _UWAYS] = _touched(index[bucket * _ULINE + _UWAYS], way)
+            slots[i] = np.int64(bucket * _UWAYS + way)
             hits += 1
-        elif len(counters) > 0 and not _admit(counters, hashed, hashed * multiplier, min_count):
+            continue
+        hashed = sign_hash(sign)
+        if len(counters) > 0 and not _admit(counters, hashed, hashed * multiplier, min_count):
             slots[i] = ABSENT
             refused += 1
         else:
@@ -209,44 +233,63 @@ def _initialise(rows: Any, base: Any, stride: Any, dim: Any, sign: Any, seed: An
 
 
 @inlined
-def prefetch_row(rows: Any, slot: Any, stride: Any, floats: Any) -> None:
-    """Ask for the first ``floats`` values of a row; nothing for an absent one."""
-    if slot < ABSENT:
-        slot = -(slot + 2)
-    if slot >= 0:
-        for j in range(0, floats, 16):
-            prefetch(rows, slot * stride + j)
+def _copy_out(rows: Any, base: Any, dim: Any, out: Any, to: Any) -> None:
+    whole = dim - dim % 8
+    for j in range(0, whole, 8):
+        store8(out, to + j, load8(rows, base + j))
+    if whole < dim:
+        store_part(out, to + whole, load_part(rows, base + whole, dim - whole), dim - whole)
+
+
+@inlined
+def _zero(out: Any, to: Any, dim: Any) -> None:
+    for j in range(dim):
+        out[to + j] = np.float32(0.0)
 
 
 @kernel
-def gather(rows, scalars, stride, dim, signs, slots, out, seed, kind, scale, state):
-    """Copy the values of slots to ``out`` [U * dim], zeros for absent ones; write the first values and state of new rows on the way.
+def read(where, rows, stride, dim, signs, slots, out):
+    """Values of signs to ``out`` [U * dim], zeros for absent ones. Changes nothing but ``slots`` and ``out``. Returns how many were found."""
+    found = 0
+    n = len(signs)
+    for first in range(0, n, CHUNK):
+        last = min(first + CHUNK, n)
+        found += find(where, signs, slots, first, last)
+        prefetch_rows(rows, slots, first, last, stride, dim)
+        for i in range(first, last):
+            if slots[i] >= 0:
+                _copy_out(rows, slots[i] * stride, dim, out, i * dim)
+            else:
+                _zero(out, i * dim, dim)
+    return found
 
-    ``state`` is the start value of row state and of the scalar per row; ``scalars`` is empty where the optimizer has none.
+
+@kernel
+def read_or_insert(where, counters, min_count, rows, scalars, stride, dim, signs, slots, out, seed, kind, scale, state):
+    """As ``read``; gives admitted new signs a row with its first values and state, evicting if need be, and refreshes recency.
+
+    ``counters`` is the admission filter, empty if every sign is admitted at once. ``state`` is the start value of row state and of the
+    scalar per row; ``scalars`` is empty where the optimizer has none. Returns (hits, inserted, refused, evicted).
     """
-    n = len(slots)
-    for i in range(min(AHEAD, n)):
-        prefetch_row(rows, slots[i], stride, dim)
-    whole = dim - dim % 8
-    for i in range(n):
-        if i + AHEAD < n:
-            prefetch_row(rows, slots[i + AHEAD], stride, dim)
-        slot = slots[i]
-        to = i * dim
-        if slot == ABSENT:
-            for j in range(dim):
-                out[to + j] = np.float32(0.0)
-            continue
-        if slot < ABSENT:
-            slot = -(slot + 2)
-            _initialise(rows, slot * stride, stride, dim, signs[i], seed, kind, scale, state)
-            if len(scalars) > 0:
-                scalars[slot] = state
-        base = slot * stride
-        for j in range(0, whole, 8):
-            store8(out, to + j, load8(rows, base + j))
-        if whole < dim:
-            store_part(out, to + whole, load_part(rows, base + whole, dim - whole), dim - whole)
+    hits, inserted, refused, evicted = 0, 0, 0, 0
+    n = len(signs)
+    for first in range(0, n, CHUNK):
+        last = min(first + CHUNK, n)
+        counts = _find_or_insert(where, counters, min_count, signs, slots, first, last)
+        hits, inserted, refused, evicted = hits + counts[0], inserted + counts[1], refused + counts[2], evicted + counts[3]
+        prefetch_rows(rows, slots, first, last, stride, dim)
+        for i in range(first, last):
+            slot = slots[i]
+            if slot == ABSENT:
+                _zero(out, i * dim, dim)
+                continue
+            if slot < ABSENT:
+                slot = -(slot + 2)
+                _initialise(rows, slot * stride, stride, dim, signs[i], seed, kind, scale, state)
+                if len(scalars) > 0:
+                    scalars[slot] = state
+            _copy_out(rows, slot * stride, dim, out, i * dim)
+    return hits, inserted, refused, evicted
 
 
 @kernel

@@ -92,7 +92,7 @@ class ParameterServer:
             tables = []
             for spec in specs:
                 capacity = int(-(-spec.capacity_rows // num_servers) * (SPREAD if num_servers > 1 else 1.0)) + SPREAD_ROWS
-                tables.append(stack.enter_context(EmbeddingTable.create(spec, capacity_rows=capacity, seed=seed)))
+                tables.append(stack.enter_context(EmbeddingTable.create(spec, capacity_rows=capacity, seed=seed, num_servers=num_servers)))
             server = cls(specs, tables, wire_dtype=wire_dtype, sync_ranks=sync_ranks, timeout_seconds=timeout_seconds)
             server._stack = stack.pop_all()
         return server

@@ -12,6 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, models, register_model
@@ -63,6 +64,11 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.gep(data, [index])
 
 
+def _declare(builder: Any, name: str, function_type: Any) -> Any:
+    """LLVM's own functions, by full name: llvmlite cannot spell those of vectors."""
+    return cgutils.get_or_insert_function(builder.module, function_type, name)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def load8(_typing: Any, array: Any, index: Any) -> Any:
     """array[index : index + 8] of a float32 array."""
@@ -103,7 +109,7 @@ def load_part(_typing: Any, array: Any, index: Any, count: Any) -> Any:
         mask = _lane_mask(builder, args[2])
         align = ir.Constant(ir.IntType(32), 4)
         function_type = ir.FunctionType(_VECTOR, [address.type, align.type, mask.type, _VECTOR])
-        function = builder.module.declare_intrinsic("llvm.masked.load", [_VECTOR, address.type], function_type)
+        function = _declare(builder, "llvm.masked.load.v8f32.p0", function_type)
         return builder.call(function, [address, align, mask, ir.Constant(_VECTOR, [0.0] * LANES)])
 
     return float32x8(array, types.int64, types.int64), generate
@@ -118,7 +124,7 @@ def store_part(_typing: Any, array: Any, index: Any, value: Any, count: Any) -> 
         mask = _lane_mask(builder, args[3])
         align = ir.Constant(ir.IntType(32), 4)
         function_type = ir.FunctionType(ir.VoidType(), [_VECTOR, address.type, align.type, mask.type])
-        function = builder.module.declare_intrinsic("llvm.masked.store", [_VECTOR, address.type], function_type)
+        function = _declare(builder, "llvm.masked.store.v8f32.p0", function_type)
         builder.call(function, [args[2], address, align, mask])
         return context.get_dummy_value()
 
@@ -143,7 +149,7 @@ def sqrt8(_typing: Any, value: Any) -> Any:
     """Square root of every lane, rounded to nearest."""
 
     def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.call(builder.module.declare_intrinsic("llvm.sqrt", [_VECTOR]), args)
+        return builder.call(_declare(builder, "llvm.sqrt.v8f32", ir.FunctionType(_VECTOR, [_VECTOR])), args)
 
     return float32x8(float32x8), generate
 
@@ -171,7 +177,7 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
         pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
         i32 = ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], function_type)
+        function = _declare(builder, "llvm.prefetch.p0", function_type)
         builder.call(function, [pointer, ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)])
         return context.get_dummy_value()
 
@@ -200,7 +206,7 @@ def trailing_zeros(_typing: Any, value: Any) -> Any:
 
     def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         function_type = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
-        function = builder.module.declare_intrinsic("llvm.cttz", [_I64], function_type)
+        function = _declare(builder, "llvm.cttz.i64", function_type)
         return builder.call(function, [args[0], ir.Constant(ir.IntType(1), 0)])
 
     return types.int64(types.uint64), generate

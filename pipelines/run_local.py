@@ -1,0 +1,159 @@
+"""``run``: the compiled pipeline on this machine, in processes of its own, watched through the run's events.
+
+kfp.local patches ``print`` and keeps global state, so every run gets a fresh interpreter (``pipelines.local_runner``) in a session of its
+own; whatever it prints goes to ``logs/pipeline.log``. This process keeps the record, draws the progress and, on SIGINT, SIGTERM or SIGHUP,
+ends every process of the run before it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import yaml
+
+from infra import local, processes
+from pipelines.compile import compile_pipeline, ir_digest
+from pipelines.progress import Event, Follower, View
+from pipelines.runs import RunRecord, begin, previous_data
+from training.config import Config
+
+GRACE_SECONDS = 10.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_local(config: Config, view: View, *, resume: Path | None = None) -> tuple[RunRecord, Path]:
+    """Compile and run the pipeline; returns the ended record and the run's directory.
+
+    A failing stage is no exception here: it stands in the record. ``resume`` is a checkpoint, or the ``train`` directory of a run that
+    was cut off. Nothing of the run is alive when this returns.
+    """
+    with _Stop() as stop:
+        pipeline = compile_pipeline()
+        previous = previous_data(config.output.root, config.name)
+        record, run_dir = begin(config, ir_digest=ir_digest(pipeline))
+        arguments = {
+            # Only what was set: the whole tree of some hundred slots is longer than a parameter may be (128 KiB here).
+            "config_json": config.model_dump_json(by_alias=True, exclude_unset=True),
+            "run_dir": str(run_dir),
+            "previous": str(previous or ""),
+            "resume": str(resume.absolute()) if resume else "",
+        }
+        (run_dir / "pipeline.yaml").write_text(pipeline, encoding="utf-8")
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        (run_dir / "arguments.json").write_text(json.dumps(arguments, indent=2), encoding="utf-8")
+        _execute(record, run_dir, view, stop)
+        return record, run_dir
+
+
+def _execute(record: RunRecord, run_dir: Path, view: View, stop: _Stop) -> None:
+    def keep(event: Event) -> None:
+        if record.apply(event):
+            record.save(run_dir)
+
+    code: int | None = None
+    try:
+        with view, Follower(run_dir / "events.jsonl", [keep, view.handle]), _runner(run_dir, stop) as runner:
+            while runner.poll() is None and not stop.requested:
+                stop.wait(0.1)
+            code = runner.poll()
+    finally:
+        interrupted = code is None
+        if interrupted or not (run_dir / "release.json").exists():
+            local.release(run_dir, interrupted=interrupted)
+        if interrupted:
+            record.end("interrupted", "stopped by a signal" if stop.requested else "stopped by an error of satrap itself")
+        elif code == 0 and record.failed_stage is None:
+            record.end("succeeded")
+        else:
+            record.end("failed", _failure(record, run_dir, code))
+        record.save(run_dir)
+
+
+@contextmanager
+def _runner(run_dir: Path, stop: _Stop) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that executes the pipeline. Leaving the block ends it and every other process of the run, and removes their files."""
+    scratch = tempfile.mkdtemp(prefix="satrap-")
+    log = run_dir / "logs" / "pipeline.log"
+    log.parent.mkdir(exist_ok=True)
+    lifeline, ours = os.pipe()
+    # Safe path: a folder `training` in the current directory must not shadow ours. TMPDIR: kfp never removes its temporary files.
+    environment = {**os.environ, processes.MARK: str(run_dir), "TMPDIR": scratch, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    try:
+        with log.open("ab") as output:
+            runner = subprocess.Popen(
+                [sys.executable, "-m", "pipelines.local_runner", str(run_dir), str(lifeline)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+            )
+        os.close(lifeline)
+        try:
+            yield runner
+        finally:
+            processes.terminate(lambda: _alive(runner, run_dir), grace_seconds=GRACE_SECONDS, hurry=lambda: stop.hurry)
+            runner.wait()
+    finally:
+        os.close(ours)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _alive(runner: subprocess.Popen[bytes], run_dir: Path) -> list[int]:
+    """Processes of the run. The runner is reaped here, so that it does not count once it has ended."""
+    own = [] if runner.poll() is not None else [runner.pid]
+    return sorted({*own, *processes.marked(run_dir)})
+
+
+def _failure(record: RunRecord, run_dir: Path, code: int | None) -> str:
+    stage = record.failed_stage
+    if stage is not None:
+        return f"{stage}: {record.stages[stage].message}"
+    log = run_dir / "logs" / "pipeline.log"
+    lines = _COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace")).strip().splitlines()
+    return f"the pipeline's process ended with status {code} outside any stage: {lines[-1] if lines else 'it printed nothing'}; see {log}"
+
+
+class _Stop:
+    """Turns signals into a request to stop, so that no exception can fall between two lines of clean-up. A context manager.
+
+    The first signal asks to stop; any later one asks to hurry: the grace period for ending processes is cut short.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.hurry = False
+        self._event = threading.Event()
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> _Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not past a request to stop."""
+        self._event.wait(seconds)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self.hurry = self.requested
+        self.requested = True
+        self._event.set()

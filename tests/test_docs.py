@@ -1,0 +1,92 @@
+"""The documents say what is so: links lead somewhere, commands exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from pipelines.cli import cli
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+FENCE = re.compile(r"```(?:\w*)\n(.*?)```", re.DOTALL)
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def anchors(text):
+    headings = re.findall(r"^#+\s+(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def commands(document):
+    """Shell lines of the code blocks that start with make or satrap, without prompts and comments."""
+    for block in FENCE.findall(document.read_text(encoding="utf-8")):
+        for line in block.splitlines():
+            line = line.strip().removeprefix("$ ").split("  #")[0].strip()
+            line = re.sub(r"^\.venv/bin/", "", line)
+            if line.startswith(("make ", "satrap ")):
+                yield line
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_lead_to_files_and_headings(document):
+    text = document.read_text(encoding="utf-8")
+    for target in LINK.findall(text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), f"{name(document)}: {target}"
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{name(document)}: {target}"
+
+
+def test_the_readme_is_short_enough_to_be_read():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_every_make_target_and_satrap_command_in_the_documents_exists(document):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for line in commands(document):
+        words = shlex.split(line)
+        if words[0] == "make":
+            assert set(words[1:]) <= targets, f"{name(document)}: {line}"
+        else:
+            parse(words[1:], f"{name(document)}: {line}")
+
+
+def parse(words, where):
+    """Let click parse a command line without running it."""
+    command, context = cli, click.Context(cli, info_name="satrap")
+    while isinstance(command, click.Group):
+        found = command.get_command(context, words[0]) if words and not words[0].startswith("-") else None
+        if found is None:
+            assert words in (["--help"], ["-h"], ["--version"]), where
+            return
+        command, words = found, words[1:]
+    if "--help" not in words:
+        try:
+            command.make_context(command.name, list(words))
+        except click.ClickException as error:
+            raise AssertionError(f"{where}: {error.format_message()}") from None
+
+
+def test_the_readme_lists_every_command():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for command in cli.commands:
+        assert f"`{command}" in text, command
+
+
+def test_every_adr_says_context_decision_rejected_and_consequences():
+    records = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+    assert [record.name[:4] for record in records] == [f"{number:04}" for number in range(1, len(records) + 1)]
+    for record in records:
+        headings = re.findall(r"^## (.*)$", record.read_text(encoding="utf-8"), re.MULTILINE)
+        assert headings == ["Context", "Decision", "Rejected", "Consequences"], record.name

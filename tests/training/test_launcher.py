@@ -1,0 +1,169 @@
+"""Real role processes over real sockets: they train, they fail loudly, and they leave nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from training import launcher
+from training.checkpoint import CheckpointManifest
+from training.data.manifest import Manifest
+from training.data.shards import ShardReader
+from training.errors import CheckpointError, ConfigError, RoleError
+from training.events import EventLog, read_events
+from training.in_process import in_process_trainer
+from training.scorer import Scorer
+
+
+def role_processes():
+    return [p for p in psutil.process_iter(["cmdline"]) if "training.roles" in (p.info["cmdline"] or [])]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(tmp_path, monkeypatch):
+    """No role process and no file in the temporary directory outlives a test."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary) if len(str(temporary)) < 60 else None)
+    before = {p.pid for p in role_processes()}
+    yield
+    psutil.wait_procs(left := [p for p in role_processes() if p.pid not in before], timeout=5)
+    assert [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert list(temporary.iterdir()) == []
+
+
+def scores(checkpoint, data):
+    with ShardReader.open(data, "test") as reader, Scorer.load(checkpoint) as scorer:
+        return scorer.score(reader.read(0, reader.rows))
+
+
+def test_processes_over_sockets_equal_the_trainer_in_one_process(configured, clicks_data, tmp_path, events):
+    config = configured("training.roles={parameter_server: 2, embedding_worker: 2, data_loader: 2}", "training.transport=tcp")
+    result = launcher.train(config, clicks_data, tmp_path / "out", events=events)
+    with in_process_trainer(config, clicks_data, tmp_path / "one", events=events) as rank:
+        one = rank.run()
+    assert result.checkpoint == tmp_path / "out" / "checkpoint"
+    assert result.steps == rank.progress.step
+    assert result.metrics == rank.progress.metrics
+    np.testing.assert_array_equal(scores(result.checkpoint, clicks_data), scores(one, clicks_data))
+    assert list(result.tensorboard.glob("events.out.tfevents.*"))
+    progress = [e for e in read_events(events.path) if e["kind"] == "progress"]
+    assert progress[-1]["done"] == progress[-1]["total"] == result.steps
+
+
+def test_two_ranks_of_b_records_equal_one_rank_of_two_b(configured, clicks_data, tmp_path, events):
+    one = launcher.train(configured("training.batch_size=64", "training.epochs=1"), clicks_data, tmp_path / "one", events=events)
+    config = configured("training.batch_size=32", "training.epochs=1", "training.roles={nn_worker: 2, parameter_server: 2}")
+    two = launcher.train(config, clicks_data, tmp_path / "two", events=events)
+    assert one.steps == two.steps
+    np.testing.assert_allclose(scores(two.checkpoint, clicks_data), scores(one.checkpoint, clicks_data), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "role", ["parameter_server", pytest.param("embedding_worker", marks=pytest.mark.fault), pytest.param("data_loader", marks=pytest.mark.fault), "nn_worker"]
+)  # fmt: skip
+def test_losing_a_role_fails_the_run_naming_it(configured, clicks_data, tmp_path, role):
+    config = configured("training.epochs=4000", "training.mode=hybrid")
+    folder = tmp_path / "run"
+    with EventLog(folder / "events.jsonl") as events:
+        killed = threading.Thread(target=kill_when_training, args=(folder, role))
+        killed.start()
+        with pytest.raises(RoleError, match=f"{role}-0 was killed by SIGKILL"):
+            launcher.train(config, clicks_data, folder / "out", events=events)
+        killed.join()
+    assert not (folder / "out" / "checkpoint").exists()
+
+
+def kill_when_training(folder, role):
+    wait_for_progress(folder / "events.jsonl")
+    (victim,) = [p for p in json.loads((folder / "roles.json").read_text())["processes"] if (p["role"], p["index"]) == (role, 0)]
+    os.kill(victim["pid"], signal.SIGKILL)
+
+
+def wait_for_progress(path):
+    """Until training reports its first steps."""
+    from training.events import follow_events
+
+    found = threading.Event()
+    for event in follow_events(path, found.is_set, poll_seconds=0.02):
+        if event["kind"] == "progress":
+            found.set()
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from training import launcher
+from training.config_file import load_config
+from training.errors import SatrapError
+from training.events import EventLog
+folder = Path(sys.argv[2])
+with EventLog(folder / "events.jsonl") as events:
+    try:
+        launcher.train(load_config(sys.argv[1], ["training.epochs=4000"]), Path(sys.argv[3]), folder / "out", events=events)
+    except SatrapError as error:
+        sys.exit(f"refused: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
+def test_a_stopped_launcher_leaves_no_process(clicks_yaml, clicks_data, tmp_path, number):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", LAUNCH, str(clicks_yaml), str(folder), str(clicks_data)]
+    temporary = tmp_path / "tmp"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)}) as process:
+        wait_for_progress(folder / "events.jsonl")
+        pids = [p["pid"] for p in json.loads((folder / "roles.json").read_text())["processes"]]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=20)
+    expected = {signal.SIGTERM: 130, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+    assert process.returncode == expected[number], error
+    alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)[1]
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    if number == signal.SIGKILL:  # Nobody was left to remove it; `satrap` does so when it releases the run.
+        for path in Path(json.loads((folder / "roles.json").read_text())["rendezvous"]).iterdir():
+            path.unlink()
+        Path(json.loads((folder / "roles.json").read_text())["rendezvous"]).rmdir()
+
+
+def test_a_finished_model_is_never_overwritten(configured, clicks_data, tmp_path, events):
+    (tmp_path / "out" / "checkpoint").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="a finished model is there already"):
+        launcher.train(configured(), clicks_data, tmp_path / "out", events=events)
+
+
+def test_data_of_another_schema_are_refused_before_anything_starts(configured, clicks_data, tmp_path, events):
+    config = configured("schema.categorical=[{name: user}, {name: item}]")
+    with pytest.raises(ConfigError, match="declares .*'user', 'item'.*preprocess again"):
+        launcher.train(config, clicks_data, tmp_path / "out", events=events)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cut_off_run_goes_on_from_its_output_directory(configured, clicks_data, tmp_path, events):
+    config = configured("training.checkpoint_every_steps=4", "training.evaluate_every_steps=100")
+    with in_process_trainer(
+        configured("training.checkpoint_every_steps=4", "training.max_steps=8"), clicks_data, tmp_path / "out", events=events
+    ) as rank:
+        rank.run()
+    with pytest.raises(CheckpointError, match=f"go on with --resume {tmp_path / 'out'}"):
+        launcher.train(config, clicks_data, tmp_path / "out", events=events)
+    with pytest.raises(CheckpointError, match=r"cannot be resumed: training\.batch_size is 32, was 64"):
+        launcher.train(configured("training.batch_size=32"), clicks_data, tmp_path / "out", events=events, resume=tmp_path / "out")
+    result = launcher.train(config, clicks_data, tmp_path / "out", events=events, resume=tmp_path / "out")
+    assert (
+        CheckpointManifest.load(result.checkpoint).step
+        == result.steps
+        == config.training.epochs * -(-Manifest.load(clicks_data).rows("train") // 64)
+    )
+    assert not (tmp_path / "out" / "checkpoints").exists()

@@ -1,0 +1,391 @@
+"""One embedding table's part on one parameter server: 64-bit signs to rows with their optimizer state, in fixed memory.
+
+U is the number of signs of a call, dim the width of a row. Rows beside their state, two-choice buckets with exact LRU order and the
+kernels are described in ``training.embedding.kernels``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from training.embedding import kernels
+from training.embedding.dedup import read_only
+from training.embedding.hashing import GOLDEN, mix_reference
+from training.embedding.memory import Arena, available_bytes
+from training.embedding.optimizers import optimizer_entry
+from training.embedding.slots import TableSpec
+from training.embedding.snapshot import ArrayReader, ArrayWriter
+from training.errors import CapacityError, CheckpointError, ConfigError, TrainingError
+
+Signs = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.float32]
+Keep = Callable[[Signs], npt.NDArray[np.bool_]]
+
+SLOTS_PER_ROW = 1.2
+"""At this room two choices of 7 ways lose 0.1 % of ``capacity_rows`` different signs before the table is full."""
+MAX_BLOCK_BUCKETS = 512
+"""Both buckets of a sign lie within one block: 32 KiB of index, and rows in few pages."""
+FILTER_BYTES_PER_SLOT = 4
+MAX_MIN_COUNT = 255
+FORMAT_VERSION = 1
+_PIECE_BUCKETS = 8192
+_INITIALIZERS = {"zeros": kernels.INIT_ZEROS, "uniform": kernels.INIT_UNIFORM, "normal": kernels.INIT_NORMAL}
+
+
+@dataclass(frozen=True)
+class LookupCounts:
+    """What became of the signs of a look-up; absent ones of a reading look-up are in none of the counts."""
+
+    hits: int
+    inserted: int
+    refused: int
+    """Not admitted yet: seen fewer than min_count times."""
+    evicted: int
+    """Rows that had to go for inserted ones."""
+
+
+@dataclass(frozen=True)
+class UpdateCounts:
+    """What became of the gradients of an update."""
+
+    applied: int
+    absent: int
+    """Their signs have no row (evicted since the look-up, or never admitted): skipped."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where a sign may stand. Snapshots restore exactly into equal geometry only."""
+
+    num_blocks: int
+    block_buckets: int
+    num_servers: int
+    """How many servers share the signs by ``dedup.route``; 0: this table may get any sign."""
+
+    @classmethod
+    def of(cls, capacity_rows: int, num_servers: int) -> Geometry:
+        """The smallest geometry with ``SLOTS_PER_ROW`` slots for each of the rows."""
+        buckets = max(2, -int(-capacity_rows * SLOTS_PER_ROW // kernels.WAYS))
+        num_blocks = -(-buckets // MAX_BLOCK_BUCKETS)
+        return cls(num_blocks, -(-buckets // num_blocks), num_servers)
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of 7 slots."""
+        return self.num_blocks * self.block_buckets
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that fit in if spread evenly."""
+        return self.num_buckets * kernels.WAYS
+
+    @property
+    def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64]:
+        """As the kernels take it. hash * num_servers spreads the hashes of one server's signs over all 64 bits, in order."""
+        multiplier = np.uint64(self.num_servers) if self.num_servers else GOLDEN
+        return multiplier, np.uint64(self.num_blocks), np.uint64(self.block_buckets)
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    index: Signs
+    rows: Rows
+    """[num_slots * stride], a row being its values and then its state."""
+    scalars: Rows
+    """[num_slots], or empty."""
+    counters: npt.NDArray[np.uint8]
+    """Admission filter, or empty."""
+
+
+class EmbeddingTable:
+    """A context manager that frees its memory. One writer at a time: the caller holds the lock; the kernels run without the GIL.
+
+    Signs of a call are meant to be unique and in the order of ``dedup``; other orders give the same rows, slower, and a sign that
+    stands twice in an update is updated twice. Any 64-bit sign is a sign. Results depend on the sequence of calls only.
+    Gradients must be finite: a NaN goes into its row.
+    """
+
+    def __init__(self, spec: TableSpec, geometry: Geometry, arena: Arena, *, capacity_rows: int, seed: int) -> None:
+        self.dim = spec.dim
+        self.capacity_rows = capacity_rows
+        self.geometry = geometry
+        self.rows = 0
+        self.evicted_total = 0
+        self._spec = spec
+        self._arena: Arena | None = arena
+        self._entry = optimizer_entry(spec.optimizer)
+        self._stride = spec.dim * (1 + self._entry.buffers)
+        self._settings = self._entry.settings(spec.optimizer)
+        mixed_seed = mix_reference(np.array([seed % 2**64], np.uint64) + GOLDEN)[0]
+        scale, state = np.float64(spec.initializer.scale), np.float32(self._entry.start(spec.optimizer))
+        self._initial = (mixed_seed, _INITIALIZERS[spec.initializer.kind], scale, state)
+        self._slots = np.empty(0, np.int64)
+
+    @classmethod
+    def create(cls, spec: TableSpec, *, capacity_rows: int, seed: int, num_servers: int | None = None) -> EmbeddingTable:
+        """A table with room for ``capacity_rows`` rows, its memory allocated and touched.
+
+        ``num_servers`` says that this table gets one server's share of signs by ``dedup.route`` over so many servers; look-ups in the
+        order of ``dedup`` then walk through memory in one direction. None: signs may be any.
+        Raises ``CapacityError`` if memory cannot hold it, ``ConfigError`` for a min_count beyond 255.
+        """
+        if capacity_rows < 1:
+            raise CapacityError(
+                f"table {spec.name}: capacity_rows is {capacity_rows}; raise embedding.capacity_rows to at least 1 per server"
+            )
+        if spec.min_count > MAX_MIN_COUNT:
+            raise ConfigError([f"min_count: table {spec.name} asks for {spec.min_count}, admission counts to {MAX_MIN_COUNT}; lower it"])
+        geometry = Geometry.of(capacity_rows, num_servers or 0)
+        shapes = _shapes(spec, geometry)
+        needed = sum(length * np.dtype(dtype).itemsize for length, dtype in shapes)
+        available = available_bytes()
+        if available is not None and needed > available:
+            raise CapacityError(_too_large(spec, capacity_rows, needed, available))
+        try:
+            arena = Arena.allocate(shapes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(f"{_too_large(spec, capacity_rows, needed, available)} ({error})") from error
+        return cls(spec, geometry, arena, capacity_rows=capacity_rows, seed=seed)
+
+    def __enter__(self) -> EmbeddingTable:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_arena", None) is not None:
+            warnings.warn(f"table {self._spec.name} was not closed", ResourceWarning, stacklevel=2, source=self)
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory; later calls raise ``TrainingError``."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of index, rows, state and admission counters, all allocated at start."""
+        return self._arena.used_bytes if self._arena is not None else 0
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return float(self._settings[0])
+
+    def set_learning_rate(self, value: float) -> None:
+        """Change the step size of later updates. It is not part of a snapshot."""
+        self._settings[0] = value
+
+    def lookup(self, signs: Signs, out: Rows, *, insert: bool) -> LookupCounts:
+        """Write the values of ``signs`` [U] to ``out`` float32 [U, dim] (C-contiguous); zeros where there is no row.
+
+        insert=True is a look-up of training: a sign without a row gets one once it was looked up min_count times, taking the least
+        recently used place of one of its two buckets if both are full; recency is refreshed. insert=False changes nothing.
+        """
+        arrays = self._open()
+        _check(signs, "signs", np.uint64, (len(signs),))
+        _check(out, "out", np.float32, (len(signs), self.dim))
+        if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
+            raise ValueError("out must be C-contiguous, aligned and writable")
+        signs = read_only(signs)
+        slots, flat = self._slots_for(len(signs)), out.reshape(-1)
+        where = (arrays.index, *self.geometry.arguments)
+        if not insert:
+            return LookupCounts(kernels.read(where, arrays.rows, self._stride, self.dim, signs, slots, flat), 0, 0, 0)
+        admission = (arrays.counters, self._spec.min_count)
+        layout = (arrays.rows, arrays.scalars, self._stride, self.dim)
+        counts = LookupCounts(*kernels.read_or_insert(where, *admission, *layout, signs, slots, flat, *self._initial))
+        self.rows += counts.inserted - counts.evicted
+        self.evicted_total += counts.evicted
+        return counts
+
+    def update(self, signs: Signs, gradients: Rows) -> UpdateCounts:
+        """Apply ``gradients`` float32 [U, dim] to the rows of ``signs`` [U]. Absent signs are skipped; no other row changes."""
+        arrays = self._open()
+        _check(signs, "signs", np.uint64, (len(signs),))
+        _check(gradients, "gradients", np.float32, (len(signs), self.dim))
+        slots = self._slots_for(len(signs))
+        where, flat = (arrays.index, *self.geometry.arguments), read_only(gradients).reshape(-1)
+        applied = self._entry.kernel(where, arrays.rows, arrays.scalars, self.dim, read_only(signs), slots, flat, self._settings)
+        return UpdateCounts(applied, len(signs) - applied)
+
+    def sample(self, count: int) -> tuple[Signs, Rows]:
+        """Up to ``count`` rows, evenly spread over the table: signs [C], values [C, dim]."""
+        arrays = self._open()
+        picks = np.unique(np.linspace(0, self.rows - 1, min(count, self.rows)).astype(np.int64)) if self.rows and count > 0 else []
+        signs, slots = np.empty(len(picks), np.uint64), np.empty(len(picks), np.int64)
+        first = 0
+        for piece_signs, piece_slots, _ in self._occupied(arrays):
+            low, high = np.searchsorted(picks, [first, first + len(piece_signs)])
+            signs[low:high] = piece_signs[picks[low:high] - first]
+            slots[low:high] = piece_slots[picks[low:high] - first]
+            first += len(piece_signs)
+        return signs, arrays.rows.reshape(-1, self._stride)[slots, : self.dim]
+
+    def snapshot(self, directory: Path) -> dict[str, Any]:
+        """Write signs, slots, recency, rows with state, scalars and admission counters as .npy files into an existing directory.
+
+        Returns the JSON-able description that ``restore`` takes. Files are on disk when it returns. The caller keeps writers out.
+        """
+        arrays = self._open()
+        kinds: dict[str, tuple[tuple[int, ...], Any]] = {
+            "signs": ((self.rows,), np.uint64),
+            "slots": ((self.rows,), np.int64),
+            "recency": ((self.rows,), np.uint8),
+            "rows": ((self.rows, self._stride), np.float32),
+            "scalars": ((self.rows if self._entry.scalar else 0,), np.float32),
+            "counters": ((len(arrays.counters),), np.uint8),
+        }
+        files = {}
+        for name, (shape, dtype) in kinds.items():
+            with ArrayWriter(directory / f"{name}.npy", shape, dtype) as writer:
+                for piece in self._pieces(name, arrays):
+                    writer.write(piece)
+            files[name] = writer.meta
+        return {
+            **self._identity(),
+            "format_version": FORMAT_VERSION,
+            "rows": self.rows,
+            "evicted_total": self.evicted_total,
+            "files": files,
+        }
+
+    def restore(self, directory: Path, meta: dict[str, Any], *, keep: Keep | None = None) -> int:
+        """Take the rows of a snapshot; ``meta`` is what ``snapshot`` returned. Returns how many rows it took.
+
+        Into an empty table of equal geometry and without ``keep``: exactly, so that going on equals never having stopped. Otherwise
+        rows for which ``keep`` (bool [n] of signs [n]) holds are inserted from oldest to newest beside those there are, and admission
+        counts anew for signs without a row. Raises ``CheckpointError`` for another table's snapshot or a damaged file.
+        """
+        arrays = self._open()
+        self._check_identity(directory, meta)
+        files = {name: ArrayReader(directory / f"{name}.npy", file) for name, file in meta["files"].items()}
+        if keep is None and self.rows == 0 and meta["geometry"] == self._identity()["geometry"]:
+            self._restore_exactly(arrays, files, meta)
+            return self.rows
+        return self._reinsert(arrays, files, keep)
+
+    def _open(self) -> _Arrays:
+        if self._arena is None:
+            raise TrainingError(f"table {self._spec.name} is closed")
+        return _Arrays(*self._arena.arrays)
+
+    def _slots_for(self, count: int) -> npt.NDArray[np.int64]:
+        if len(self._slots) < count:
+            self._slots = np.empty(count, np.int64)
+        return self._slots[:count]
+
+    def _identity(self) -> dict[str, Any]:
+        optimizer = self._spec.optimizer
+        shape = [self.geometry.num_blocks, self.geometry.block_buckets, self.geometry.num_servers, self._spec.min_count > 1]
+        return {"dim": self.dim, "optimizer": optimizer.name, "stride": self._stride, "scalar": self._entry.scalar, "geometry": shape}
+
+    def _check_identity(self, directory: Path, meta: dict[str, Any]) -> None:
+        if meta.get("format_version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{directory}: table format {meta.get('format_version')}, this version reads {FORMAT_VERSION}; retrain or convert"
+            )
+        for name, own in self._identity().items():
+            if name != "geometry" and meta.get(name) != own:
+                raise CheckpointError(
+                    f"{directory}: its rows have {name} {meta.get(name)!r}, table {self._spec.name} has {own!r}; restore with the config it was made with"
+                )
+
+    def _occupied(self, arrays: _Arrays) -> Any:
+        """Pieces (signs, slots, recency) of all rows in slot order."""
+        size = min(_PIECE_BUCKETS, self.geometry.num_buckets) * kernels.WAYS
+        signs, slots, recency = np.empty(size, np.uint64), np.empty(size, np.int64), np.empty(size, np.uint8)
+        for first in range(0, self.geometry.num_buckets, _PIECE_BUCKETS):
+            last = min(first + _PIECE_BUCKETS, self.geometry.num_buckets)
+            n = kernels.occupied(arrays.index, first, last, signs, slots, recency)
+            yield signs[:n], slots[:n], recency[:n]
+
+    def _pieces(self, name: str, arrays: _Arrays) -> Any:
+        if name == "counters":
+            yield arrays.counters
+            return
+        if name == "scalars" and not self._entry.scalar:
+            return
+        rows = arrays.rows.reshape(-1, self._stride)
+        for signs, slots, recency in self._occupied(arrays):
+            match name:
+                case "rows":
+                    yield rows[slots]
+                case "scalars":
+                    yield arrays.scalars[slots]
+                case _:
+                    yield {"signs": signs, "slots": slots, "recency": recency}[name]
+
+    def _restore_exactly(self, arrays: _Arrays, files: dict[str, ArrayReader], meta: dict[str, Any]) -> None:
+        signs, slots, recency = (files[name].all() for name in ("signs", "slots", "recency"))
+        if len(slots) and (slots.min() < 0 or slots.max() >= self.geometry.num_slots or recency.max() >= kernels.WAYS):
+            raise CheckpointError(f"{files['slots'].path}: slots beyond the table; the checkpoint is damaged, use an older one")
+        kernels.place_exactly(arrays.index, signs, slots, recency)
+        first = 0
+        for piece in files["rows"].pieces(_PIECE_BUCKETS * kernels.WAYS):
+            kernels.copy_rows(read_only(piece).reshape(-1), arrays.rows, self._stride, slots[first : first + len(piece)])
+            first += len(piece)
+        if self._entry.scalar:
+            arrays.scalars[slots] = files["scalars"].all()
+        arrays.counters[:] = files["counters"].all()
+        self.rows = len(signs)
+        self.evicted_total = int(meta["evicted_total"])
+
+    def _reinsert(self, arrays: _Arrays, files: dict[str, ArrayReader], keep: Keep | None) -> int:
+        signs = files["signs"].all()
+        order = np.argsort(-files["recency"].all().astype(np.int8), kind="stable")
+        if keep is not None:
+            order = order[keep(signs[order])]
+        rows, scalars = files["rows"].mapped(), files["scalars"].mapped()
+        for first in range(0, len(order), _PIECE_BUCKETS):
+            piece = order[first : first + _PIECE_BUCKETS]
+            slots = np.empty(len(piece), np.int64)
+            _, inserted, _, evicted = self._insert_without_values(arrays, signs[piece], slots)
+            self.rows += inserted - evicted
+            kernels.copy_rows(read_only(rows[piece]).reshape(-1), arrays.rows, self._stride, slots)
+            if self._entry.scalar:
+                kernels.copy_rows(read_only(scalars[piece]), arrays.scalars, 1, slots)
+        return len(order)
+
+    def _insert_without_values(self, arrays: _Arrays, signs: Signs, slots: npt.NDArray[np.int64]) -> tuple[int, int, int, int]:
+        where, nothing = (arrays.index, *self.geometry.arguments), arrays.rows[:0]
+        counts = kernels.read_or_insert(
+            where, arrays.counters[:0], 1, arrays.rows, nothing, 0, 0, read_only(signs), slots, np.empty(0, np.float32), *self._initial
+        )
+        inserted_and_evicted: tuple[int, int, int, int] = counts
+        return inserted_and_evicted
+
+
+def _shapes(spec: TableSpec, geometry: Geometry) -> list[tuple[int, Any]]:
+    """Length and dtype of the arrays of ``_Arrays``."""
+    entry = optimizer_entry(spec.optimizer)
+    filter_bytes = -(-geometry.num_slots * FILTER_BYTES_PER_SLOT // kernels.FILTER_LINE) * kernels.FILTER_LINE
+    return [
+        (geometry.num_buckets * kernels.LINE, np.uint64),
+        (geometry.num_slots * spec.dim * (1 + entry.buffers), np.float32),
+        (geometry.num_slots if entry.scalar else 0, np.float32),
+        (filter_bytes if spec.min_count > 1 else 0, np.uint8),
+    ]
+
+
+def _too_large(spec: TableSpec, capacity_rows: int, needed: int, available: int | None) -> str:
+    there = "more than the system gives" if available is None else f"{available / 2**30:.1f} GiB available"
+    return (
+        f"table {spec.name} needs {needed / 2**30:.1f} GiB, {there}: lower embedding.capacity_rows from {spec.capacity_rows} "
+        f"({capacity_rows} on this server) or add parameter servers"
+    )
+
+
+def _check(array: npt.NDArray[Any], name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(f"{name} must be {np.dtype(dtype)} {list(shape)}, got {array.dtype} {list(array.shape)}")
