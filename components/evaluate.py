@@ -26,7 +26,7 @@ def evaluate(
         from training.evaluate import evaluate
 
         config, out = parse_config(config_json), Path(run_dir) / "evaluate"
-        champion = Registry(Path(config.output.root) / "registry").champion(config.name)
+        champion = Registry.of(config).champion(config.name)
         best = champion.checkpoint if champion else None
         result = evaluate(config, Path(dataset.path), Path(model.path), out, champion=best, events=run.events)
         run.artifact("report", out / "report.html")

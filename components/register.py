@@ -17,6 +17,7 @@ def register(config_json: str, run_dir: str, model: dsl.Input[dsl.Model], evalua
         from training.config_file import parse_config
 
         config, run_id = parse_config(config_json), Path(run_dir).name
-        registry = Registry(Path(config.output.root) / "registry")
-        done = registry.register(config.name, checkpoint=Path(model.path), evaluation=Path(evaluation.path), config=config, run_id=run_id)
+        done = Registry.of(config).register(
+            config.name, checkpoint=Path(model.path), evaluation=Path(evaluation.path), config=config, run_id=run_id
+        )
         run.events.emit("registration", version=done.version, promoted=done.promoted, reason=done.reason)

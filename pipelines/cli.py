@@ -168,7 +168,7 @@ def main() -> None:
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        sys.exit(1)
     except SatrapError as error:
         click.echo(_error_text(error), err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

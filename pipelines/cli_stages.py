@@ -142,7 +142,7 @@ def register(config: Path, checkpoint: Path, evaluation: Path, overrides: tuple[
     from infra.registry import Registry
     from pipelines.summary import registration_text
 
-    target = Registry(registry or Path(loaded.output.root) / "registry")
+    target = Registry(registry) if registry else Registry.of(loaded)
     with _shown("register") as current:
         done = target.register(loaded.name, checkpoint=checkpoint, evaluation=evaluation, config=loaded, run_id=run_id)
         current.message = registration_text(loaded.name, done.version, promoted=done.promoted, reason=done.reason)

@@ -45,8 +45,7 @@ def run_local(config: Config, view: View, *, resume: Path | None = None) -> tupl
         previous = previous_data(config.output.root, config.name)
         record, run_dir = begin(config, ir_digest=ir_digest(pipeline))
         arguments = {
-            # Only what was set: the whole tree of some hundred slots is longer than a parameter may be (128 KiB here).
-            "config_json": config.model_dump_json(by_alias=True, exclude_unset=True),
+            "config_json": _as_parameter(config),
             "run_dir": str(run_dir),
             "previous": str(previous or ""),
             "resume": str(resume.absolute()) if resume else "",
@@ -56,6 +55,14 @@ def run_local(config: Config, view: View, *, resume: Path | None = None) -> tupl
         (run_dir / "arguments.json").write_text(json.dumps(arguments, indent=2), encoding="utf-8")
         _execute(record, run_dir, view, stop)
         return record, run_dir
+
+
+def _as_parameter(config: Config) -> str:
+    """The configuration as kfp can carry it: short, and without anything that looks like one of kfp's placeholders.
+
+    Only what was set is written: a parameter may have 128 KiB, and the whole tree of some hundred slots has more.
+    """
+    return config.model_dump_json(by_alias=True, exclude_unset=True).replace("{{$", "{{\\u0024")
 
 
 def _execute(record: RunRecord, run_dir: Path, view: View, stop: _Stop) -> None:

@@ -17,6 +17,7 @@ FORBIDDEN = {
 }
 # infra knows only what is pure configuration, roles, errors and records of training.
 INFRA_MAY_KNOW = {
+    "training.checkpoint",
     "training.config",
     "training.config_file",
     "training.embedding.slots",

@@ -163,6 +163,12 @@ def percent(value: float | None, *, digits: int = 1) -> str:
     return "–" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}\u00a0%"
 
 
+def figure_text(text: str, *, limit: int = 24) -> str:
+    """Text fit for a figure: at most ``limit`` characters, and no dollar sign that would start a formula."""
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text.replace("$", r"\$")
+
+
 def draw(plot: Callable[[Any], None], *, width: float = 6.0, height: float = 4.0) -> Figure:
     """A figure of ``width`` x ``height`` inches with one pair of axes, styled, on which ``plot(axes)`` draws."""
     import matplotlib as mpl

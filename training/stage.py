@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,10 +28,6 @@ class Stage:
     def artifact(self, name: str, path: str | Path) -> None:
         """Say where something the stage makes lies (or will lie, if it is worth opening even after a failure)."""
         self.events.emit("artifact", name=name, path=str(Path(path).absolute()))
-
-    def metrics(self, values: Mapping[str, float]) -> None:
-        """Report final numbers of the stage."""
-        self.events.emit("metrics", stage=self.name, values=dict(values))
 
 
 @contextmanager

@@ -7,9 +7,6 @@ trailing delimiter, not a fault.
 
 from __future__ import annotations
 
-import csv
-import io
-
 import numpy as np
 import numpy.typing as npt
 from numba import njit
@@ -51,17 +48,16 @@ def parse_delimited(data: U8, *, piece: int, first_line: int, names: tuple[str, 
     return RawRecords(piece, bounds.lines, scalars, {}, faults, record, (whole,), frozenset(columns))
 
 
-def split_header(line: bytes, delimiter: str, *, quoting: bool, strip: bool, encoding: str) -> tuple[str, ...]:
+def split_header(line: bytes, dialect: Dialect, encoding: str) -> tuple[str, ...]:
     """Names in a header line; undecodable bytes are shown escaped. An empty last name (a trailing delimiter) is dropped."""
-    text = line.decode(encoding, "backslashreplace")
-    if len(delimiter) == 1 and quoting:
-        names = next(csv.reader(io.StringIO(text), delimiter=delimiter, skipinitialspace=strip and delimiter != " "), [])
-    else:
-        names = text.split(delimiter)
-    names = [name.strip() if strip else name for name in names]
-    if len(delimiter) > 1 and quoting:
-        names = [name[1:-1].replace('""', '"') if len(name) > 1 and name[0] == name[-1] == '"' else name for name in names]
-    return tuple(names[:-1] if len(names) > 1 and not names[-1] else names)
+    data, names, at = np.frombuffer(bytearray(line), np.uint8), [], 0
+    while True:
+        start, stop, delimiter_at, _ = _next_field(data, at, len(data), dialect.quoting, dialect.delimiter, dialect.strip)
+        name = data[start:stop].tobytes().decode(encoding, "backslashreplace")
+        names.append(name.strip() if dialect.strip else name)
+        if delimiter_at >= len(data):
+            return tuple(names[:-1] if len(names) > 1 and not names[-1] else names)
+        at = delimiter_at + len(dialect.delimiter)
 
 
 def undecodable(data: U8, starts: I64, ends: I64) -> I64:

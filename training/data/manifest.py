@@ -5,7 +5,7 @@ Layout of a data directory::
     manifest.json
     train/ valid/ test/   part-*.arrow      shards, see training.data.shards
     ids/<slot>.npy                          sorted distinct signs of the train split, uint64
-    dead/part-*.jsonl                       malformed records: file, line, reason, record
+    dead/part-*.jsonl                       malformed records: file, line, reason, detail, record
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DenseStatistics(_Entry):
 
 
 class SlotStatistics(_Entry):
-    """One slot in one split."""
+    """One slot in one split. In a single-valued slot a missing value is an id of its own, the empty text: it counts as an id too."""
 
     rows: int
     missing: int
@@ -134,6 +134,8 @@ class Manifest(_Entry):
     splits: dict[SplitName, SplitStatistics]
     dead: dict[str, int]
     """Malformed records by reason."""
+    data_key: str = ""
+    """What ``training.data.preprocess.data_key`` gave: configuration and sources this was made from."""
     cut_points: list[int] | None = None
     """By time: first second of valid and of test."""
 

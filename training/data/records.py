@@ -144,20 +144,12 @@ def parse_labels(column: TextColumn, rule: LabelConfig) -> tuple[npt.NDArray[np.
     return (values == 1.0).astype(np.int8), understood & ((values == 0.0) | (values == 1.0))
 
 
-@dataclass
 class _Columns:
-    """Cleaned columns of the structurally sound rows, each made once."""
-
-    raw: RawRecords
-    rows: I64
-    """Their numbers among the raw records."""
-    missing: TextTable
-    strip: bool
-    _texts: dict[str, TextColumn] = field(default_factory=dict)
+    """Cleaned columns of the structurally sound rows (``rows``: their numbers among the raw records), each made once."""
 
     def __init__(self, raw: RawRecords, rows: I64, missing: TextTable, *, strip: bool) -> None:
         self.raw, self.rows, self.missing, self.strip = raw, rows, missing, strip
-        self._texts = {}
+        self._texts: dict[str, TextColumn] = {}
 
     def text(self, name: str) -> TextColumn:
         if name not in self._texts:

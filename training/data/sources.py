@@ -261,7 +261,7 @@ def _open_columns(path: Path, head: _Head, data: DataConfig, names: tuple[str, .
         return parquet.column_names(path), False
     if data.format == "jsonl":
         return (), False
-    first = split_header(head.first, _delimiter(data), quoting=data.quoting, strip=data.strip_whitespace, encoding=data.encoding)
+    first = split_header(head.first, _file_dialect(data), data.encoding)
     if not data.header:
         return names, first == names
     if names and not set(first) & set(wanted.columns) and len(first) in (len(names), len(names) - 1):

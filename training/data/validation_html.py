@@ -136,7 +136,7 @@ class _Bars:
                 axes.plot(noise, rows, "|", color="#1c2430", markersize=10, label="sampling noise alone")
             top = self._limits(axes, max(*first, *second, *noise, 1e-9), scale)
             axes.set_xlim(0, top * 1.06)
-            axes.set_yticks(rows, [_short(self.features[i]) for i in order])
+            axes.set_yticks(rows, [build.figure_text(self.features[i]) for i in order])
             axes.set_ylim(-0.7, len(order) - 0.3)
             axes.grid(visible=False, axis="y")
             axes.set_xlabel(self.label)
@@ -272,18 +272,12 @@ def _top_values(ours: SlotStatistics, theirs: SlotStatistics) -> Any:
         axes.barh(
             rows - 0.19, [100 * then.get(v, 0) / max(theirs.ids, 1) for v, _ in top], 0.36, color=build.PALETTE[1], label="previous run"
         )
-        axes.set_yticks(rows, [_short(value) or "(missing)" for value, _ in top], fontsize=9)
+        axes.set_yticks(rows, [build.figure_text(value) or "(missing)" for value, _ in top], fontsize=9)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("Occurrences (%), most frequent values")
         axes.legend(fontsize=9, loc="lower right")
 
     return plot
-
-
-def _short(text: str, limit: int = 24) -> str:
-    """At most ``limit`` characters; a dollar sign would start a formula in a figure."""
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return text.replace("$", r"\$")
 
 
 def _feature_table(report: ValidationReport) -> Html:

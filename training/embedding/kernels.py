@@ -32,8 +32,8 @@ from training.embedding.simd import (
 
 WAYS = 7
 LINE = 8
-AHEAD = 16
-CHUNK = 128
+AHEAD = 32
+CHUNK = 256
 ABSENT = -1
 FILTER_LINE = 64
 INIT_ZEROS, INIT_UNIFORM, INIT_NORMAL = 0, 1, 2
@@ -46,7 +46,7 @@ _VALID_SHIFT = np.uint64(28)
 _VALID_MASK = np.uint64(0x7F)
 _NIBBLE = np.uint64(0xF)
 _OLDEST_SHIFT = np.uint64(24)
-_U0, _U1, _U4, _U7, _U8, _U32, _U40 = (np.uint64(n) for n in (0, 1, 4, 7, 8, 32, 40))
+_U0, _U1, _U3, _U4, _U7, _U8, _U32, _U40 = (np.uint64(n) for n in (0, 1, 3, 4, 7, 8, 32, 40))
 _ULINE, _UWAYS = np.uint64(LINE), np.uint64(WAYS)
 _VICTIM_BIT = np.uint64(24)
 _FILTER_SHIFT = np.uint64(25)
@@ -71,10 +71,17 @@ def _announce(where: Any, signs: Any, slots: Any, i: Any) -> None:
 
 @inlined
 def _announced(slots: Any, i: Any) -> Any:
-    """Both buckets of sign i, uint64: unsigned indices spare the test for negative ones."""
+    """Both buckets of sign i, uint64."""
     packed = slots[i]
     first = packed >> 10
     return np.uint64(first), np.uint64(first + (packed & 1023) - 512)
+
+
+@inlined
+def _located(match: Any, one: Any, two: Any) -> Any:
+    """Bucket and way of a match. Which of the two buckets it is cannot be predicted, so there is no branch on it."""
+    position = np.uint64(trailing_zeros(match))
+    return one + (two - one) * (position >> _U3), position & _U7
 
 
 @inlined
@@ -111,15 +118,15 @@ def find(where: Any, signs: Any, slots: Any, first: Any, last: Any) -> Any:
     found = 0
     for i in range(first, last):
         if i + AHEAD < n:
-            _announce(where, signs, slots, i + AHEAD)
+            _announce(where, signs, slots, np.uint64(i + AHEAD))
+        i = np.uint64(i)  # noqa: PLW2901  unsigned indices spare numba's test for negative ones
         one, two = _announced(slots, i)
         match = _match(index, signs[i], one, two)
         if match == _U0:
             slots[i] = ABSENT
         else:
-            position = np.uint64(trailing_zeros(match))
-            bucket = one if position < _U8 else two
-            slots[i] = np.int64(bucket * _UWAYS + (position & _U7))
+            bucket, way = _located(match, one, two)
+            slots[i] = np.int64(bucket * _UWAYS + way)
             found += 1
     return found
 
@@ -184,14 +191,13 @@ def _find_or_insert(where: Any, counters: Any, min_count: Any, signs: Any, slots
     hits, inserted, refused, evictions = 0, 0, 0, 0
     for i in range(first, last):
         if i + AHEAD < n:
-            _announce(where, signs, slots, i + AHEAD)
+            _announce(where, signs, slots, np.uint64(i + AHEAD))
+        i = np.uint64(i)  # noqa: PLW2901
         sign = signs[i]
         one, two = _announced(slots, i)
         match = _match(index, sign, one, two)
         if match != _U0:
-            position = np.uint64(trailing_zeros(match))
-            bucket = one if position < _U8 else two
-            way = position & _U7
+            bucket, way = _located(match, one, two)
             index[bucket * _ULINE + _UWAYS] = _touched(index[bucket * _ULINE + _UWAYS], way)
             slots[i] = np.int64(bucket * _UWAYS + way)
             hits += 1

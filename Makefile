@@ -1,0 +1,55 @@
+# What a person types; .ci/run calls the same targets. Everything runs in .venv, made from requirements.lock.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CONFIG ?= examples/adult/satrap.yaml
+
+.PHONY: run test check format test-slow test-fault bench lock clean
+.DEFAULT_GOAL := run
+
+run: $(READY)
+	@$(BIN)/satrap run $(CONFIG)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+test-fault: $(READY)
+	$(BIN)/python -m pytest -m fault --timeout 600
+
+bench: $(READY)
+	$(BIN)/python -m pytest -m benchmark --timeout 1800 -s benchmarks
+
+# The lock names every package with its version; --no-deps keeps pip from adding to it, pip check finds what it lacks.
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "satrap needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; use make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	touch $@
+
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --upgrade setuptools
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check '.[dev]'
+	{ echo '# Every package of the environment, pinned: Python 3.11 to 3.13. Made by `make lock`.'; \
+	  build/lock/bin/python -m pip freeze --all --exclude satrap --exclude pip | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > requirements.lock
+	rm -rf build/lock
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.nb[ic]' -delete

@@ -1,0 +1,187 @@
+"""Parameter servers and an embedding worker, called directly: pooling, merging, waiting for ranks, wrong requests."""
+
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+
+from training.config import InitializerConfig, SparseOptimizerConfig
+from training.embedding.embedding_worker import EmbeddingWorker, Ids
+from training.embedding.messages import Kind
+from training.embedding.parameter_server import ParameterServer
+from training.embedding.slots import Slot, TableSpec
+from training.embedding.transport import InProcessTransport, Message
+from training.errors import TransportError
+
+BIG = 2**64 - 1
+
+
+def spec(**changes):
+    optimizer = SparseOptimizerConfig(name="adagrad", learning_rate=0.5)
+    return TableSpec(
+        **{"name": "t", "dim": 3, "optimizer": optimizer, "initializer": InitializerConfig(scale=0.5), "min_count": 1, "capacity_rows": 500}
+        | changes
+    )
+
+
+class Cluster:
+    """Servers and one worker behind an in-process transport."""
+
+    def __init__(self, stack, slots, specs, *, num_servers=2, sync_ranks=0, timeout_seconds=5.0):
+        self.transport = InProcessTransport()
+        addresses = []
+        for i in range(num_servers):
+            server = ParameterServer.create(
+                specs, num_servers=num_servers, seed=7, wire_dtype="float32", sync_ranks=sync_ranks, timeout_seconds=timeout_seconds
+            )
+            server = stack.enter_context(server)
+            addresses.append(stack.enter_context(self.transport.serve(server.handle, f"s{i}")).address)
+        self.servers = [self.transport.connect(address, peer=address) for address in addresses]
+        worker = stack.enter_context(EmbeddingWorker(slots, self.transport, addresses, wire_dtype="float32", sync=sync_ranks > 0))
+        stack.enter_context(self.transport.serve(worker.handle, "w"))
+        self.worker = self.transport.connect("w", peer="embedding_worker-0")
+
+    def put(self, ref, signs, bags=(), *, rank=0, step=0):
+        ids = Ids(np.array(signs, np.uint64), [(np.array(o, np.int64), np.array(v, np.uint64)) for o, v in bags])
+        self.worker.request(Message(Kind.PUT_IDS, {"ref": ref, "rank": rank, "step": step}, ids.packed()))
+        return ids
+
+    def look_up(self, ref):
+        return self.worker.request(Message(Kind.LOOK_UP, {"ref": ref})).arrays[0]
+
+    def rows(self, ids):
+        return self.worker.request(Message(Kind.LOOK_UP_IDS, {}, ids.packed())).arrays[0]
+
+    def update(self, ref, gradient, *, skip=False):
+        arrays = [] if skip else [np.asarray(gradient, np.float32)]
+        return self.worker.request(Message(Kind.UPDATE, {"ref": ref, "scale": 1.0, "skip": skip}, arrays))
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as opened:
+        yield opened
+
+
+def single(name, table=0, dim=3):
+    return Slot(name, name, table, dim, multi_valued=False, pooling="sum")
+
+
+def bag(name, pooling, table=0, dim=3):
+    return Slot(name, name, table, dim, multi_valued=True, pooling=pooling)
+
+
+def test_slots_keep_their_columns_whatever_their_table_and_kind(stack):
+    slots = [bag("b", "sum", table=1, dim=2), single("a"), bag("c", "mean"), single("d", table=1, dim=2)]
+    cluster = Cluster(stack, slots, [spec(), spec(name="u", dim=2)])
+    ids = cluster.put(1, [[11, 21], [12, 22]], [([0, 2, 2], [31, 32]), ([0, 1, 4], [11, 12, 12, BIG])])
+    out = cluster.look_up(1)
+    assert out.shape == (2, 2 + 3 + 3 + 2)
+    one = {s: cluster.rows(Ids(np.array([[s, 99]], np.uint64), [(np.array([0, 0]), np.zeros(0, np.uint64))] * 2))[0, 2:5] for s in (11, 12)}
+    np.testing.assert_array_equal(out[0, 2:5], one[11])
+    np.testing.assert_array_equal(out[0, 5:8], one[11])
+    np.testing.assert_array_equal(out[1, :2], [0, 0])
+    both = cluster.rows(Ids(np.array([[0, 31], [0, 32]], np.uint64), [(np.array([0, 0, 0]), np.zeros(0, np.uint64))] * 2))[:, 8:]
+    np.testing.assert_allclose(out[0, :2], both.sum(0), rtol=1e-6)
+    np.testing.assert_array_equal(cluster.rows(ids), out)
+
+
+def test_a_sign_in_two_slots_of_a_group_is_one_row_with_one_update(stack):
+    """Adagrad tells one update by g1 + g2 from two updates."""
+    cluster = Cluster(stack, [single("home"), single("work")], [spec()])
+    ids = cluster.put(1, [[5, 5], [5, 6]])
+    before = cluster.look_up(1).copy()
+    np.testing.assert_array_equal(before[0, :3], before[0, 3:])
+    gradient = np.arange(1.0, 13.0, dtype=np.float32).reshape(2, 6)
+    cluster.update(1, gradient)
+    row = torch.nn.Parameter(torch.from_numpy(before[0, :3].copy()))
+    row.grad = torch.from_numpy(gradient[0, :3] + gradient[0, 3:] + gradient[1, :3])
+    torch.optim.Adagrad([row], lr=0.5, eps=1e-8).step()
+    np.testing.assert_allclose(cluster.rows(ids)[0, :3], row.detach().numpy(), rtol=1e-6)
+
+
+def test_pooling_has_the_gradient_autograd_gives(stack):
+    sgd = SparseOptimizerConfig(name="sgd", learning_rate=1.0)
+    for pooling in ("sum", "mean"):
+        with ExitStack() as inner:
+            cluster = Cluster(inner, [bag("b", pooling)], [spec(optimizer=sgd)], num_servers=3)
+            offsets, values = [0, 3, 3, 5], [1, 2, 1, BIG, 2]
+            ids = cluster.put(1, np.zeros((3, 0)), [(offsets, values)])
+            out = cluster.look_up(1).copy()
+            known = {
+                s: cluster.rows(Ids(np.zeros((1, 0), np.uint64), [(np.array([0, 1]), np.array([s], np.uint64))]))[0].copy()
+                for s in set(values)
+            }
+            rows = {s: torch.tensor(row, requires_grad=True) for s, row in known.items()}
+            gradient = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
+            pooled = []
+            for n in range(3):
+                mine = [rows[v] for v in values[offsets[n] : offsets[n + 1]]]
+                pooled.append((torch.stack(mine).mean(0) if pooling == "mean" else torch.stack(mine).sum(0)) if mine else torch.zeros(3))
+            np.testing.assert_allclose(out, torch.stack(pooled).detach().numpy(), rtol=1e-6)
+            (torch.stack(pooled) * gradient).sum().backward()
+            cluster.update(1, gradient.numpy())
+            for n in range(3):
+                pooled[n] = [rows[v].detach() - rows[v].grad for v in values[offsets[n] : offsets[n + 1]]]
+            after = cluster.rows(ids)
+            expected = [(torch.stack(p).mean(0) if pooling == "mean" else torch.stack(p).sum(0)) if p else torch.zeros(3) for p in pooled]
+            np.testing.assert_allclose(after, torch.stack(expected).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_in_mode_sync_the_updates_of_all_ranks_become_one(stack):
+    both, one = (Cluster(stack, [single("a")], [spec()], sync_ranks=ranks) for ranks in (2, 0))
+    gradient = np.arange(1.0, 13.0, dtype=np.float32).reshape(4, 3)
+    ids = one.put(1, [[5], [BIG], [5], [8]])
+    one.look_up(1)
+    one.update(1, gradient)
+    for rank, rows in enumerate(([[5], [BIG]], [[5], [8]])):
+        both.put(rank, rows, rank=rank)
+        both.look_up(rank)
+    other = both.transport.connect("w", peer="embedding_worker-0")
+    first = threading.Thread(target=lambda: other.request(Message(Kind.UPDATE, {"ref": 1, "scale": 1.0, "skip": False}, [gradient[2:]])))
+    first.start()
+    both.update(0, gradient[:2])
+    first.join(5)
+    np.testing.assert_allclose(both.rows(ids), one.rows(ids), rtol=1e-6)
+
+
+def test_in_mode_sync_a_missing_rank_is_named(stack):
+    cluster = Cluster(stack, [single("a")], [spec()], num_servers=1, sync_ranks=3, timeout_seconds=0.1)
+    cluster.put(1, [[5]])
+    cluster.look_up(1)
+    with pytest.raises(TransportError, match=r"step 0: no update of nn_worker rank\(s\) \[1, 2\] within 0\.1 s"):
+        cluster.update(1, np.ones((1, 3)))
+
+
+@pytest.mark.parametrize("sync_ranks", [0, 1])
+def test_a_skipped_batch_changes_no_row_and_is_let_go(stack, sync_ranks):
+    cluster = Cluster(stack, [single("a")], [spec()], sync_ranks=sync_ranks)
+    ids = cluster.put(1, [[5]])
+    before = cluster.look_up(1).copy()
+    cluster.update(1, None, skip=True)
+    np.testing.assert_array_equal(cluster.rows(ids), before)
+    with pytest.raises(TransportError, match="batch 1 is not held"):
+        cluster.look_up(1)
+
+
+def test_wrong_requests_are_refused_with_a_reason(stack):
+    cluster = Cluster(stack, [single("a")], [spec()])
+    with pytest.raises(TransportError, match="batch 9 is not held by this embedding_worker"):
+        cluster.look_up(9)
+    cluster.put(1, [[5]])
+    with pytest.raises(TransportError, match="never looked up"):
+        cluster.update(1, np.ones((1, 3)))
+    with pytest.raises(TransportError, match="an embedding_worker does not answer SNAPSHOT"):
+        cluster.worker.request(Message(Kind.SNAPSHOT))
+    with pytest.raises(TransportError, match="a parameter_server does not answer LOOK_UP"):
+        cluster.servers[0].request(Message(Kind.LOOK_UP))
+
+
+def test_more_than_255_slots_and_ids_up_to_the_last_do_not_alias(stack):
+    slots = [single(f"s{i}") for i in range(300)]
+    cluster = Cluster(stack, slots, [spec(capacity_rows=2000)], num_servers=3)
+    signs = [[2**64 - 1 - i for i in range(300)], list(range(300))]
+    out = cluster.put(1, signs) and cluster.look_up(1).reshape(600, 3)
+    assert len(np.unique(out, axis=0)) == 600

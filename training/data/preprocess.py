@@ -1,0 +1,262 @@
+"""Stage ``preprocess``: raw events become shards, statistics and a manifest; malformed records become dead letters.
+
+The pipeline itself is in ``training.data.beam_steps``. Everything is made in a hidden folder beside the output and renamed into
+place at the end, so a directory either is finished or does not exist. Equal input and configuration give equal bytes, whatever the
+number of workers or the runner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from training import errors
+from training.config import Config
+from training.data.manifest import FORMAT_VERSION, Manifest, SourceEntry
+from training.data.pieces import WorkFolder
+from training.data.raw import Wanted
+from training.data.sources import SourceFile, digest_files, find_files, open_sources
+from training.data.transforms import check_transforms, needs_analysis
+from training.errors import DataError, SatrapError
+from training.events import EventLog
+
+_POLL_SECONDS = 0.2
+
+
+def data_key(config: Config) -> str:
+    """Hex digest of all that decides what ``preprocess`` writes: the data parts of the configuration, the content of the sources,
+    the format version. Where files lie and how the model is trained play no part. Raises ``SourceError``.
+    """
+    return _key(config, digest_files(find_files(config.data.paths)))
+
+
+def preprocess(
+    config: Config, output_dir: Path, *, events: EventLog, num_workers: int = 1, reuse: bool = True, runner: str = "FnApiRunner"
+) -> Manifest:
+    """Make the data directory ``output_dir`` and return its manifest.
+
+    ``reuse``: return the manifest that is there if it was made from the same sources and configuration; else it is replaced.
+    ``num_workers``: processes; more than one pays above about 1 GB of input. ``runner``: a Beam runner. Raises ``SourceError``,
+    ``DeadLetterError`` (the dead letters then lie in ``<output_dir>.dead``), ``DataError``, ``ConfigError``.
+    """
+    check_transforms(config)
+    files = find_files(config.data.paths)
+    sources = digest_files(files)
+    key = _key(config, sources)
+    if reuse and (manifest := _reusable(output_dir, key)):
+        return manifest
+    _check_output(output_dir)
+    wanted = Wanted.by(config)
+    opened = open_sources(files, config.data, wanted)
+    dead_dir = output_dir.with_name(output_dir.name + ".dead")
+    with _BuildFolder(output_dir) as folder, _Progress(folder, opened, config, events):
+        try:
+            _run(config, folder, opened, sources, key=key, dead_dir=dead_dir, options=_options(runner, num_workers))
+        except errors.DeadLetterError:
+            _replace(folder.root / "dead", dead_dir)
+            raise
+        manifest = Manifest.load(folder.root)
+        shutil.rmtree(folder.root / "work")
+        _replace(folder.root, output_dir)
+        shutil.rmtree(dead_dir, ignore_errors=True)
+    _note_oddities(manifest, events)
+    return manifest
+
+
+def _key(config: Config, sources: list[SourceEntry]) -> str:
+    tree = config.to_dict()
+    data = {name: value for name, value in tree["data"].items() if name not in ("paths", "max_dead_fraction")}
+    content = {
+        "format_version": FORMAT_VERSION,
+        "data": data,
+        "schema": tree["schema"],
+        "split": tree["split"],
+        "groups": tree["embedding"]["groups"],
+        "slices": tree["evaluation"]["slices"],
+        "sources": [(Path(source.path).name, source.bytes, source.digest) for source in sources],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _reusable(output_dir: Path, key: str) -> Manifest | None:
+    """The manifest there, if it has this key and its shards are in place."""
+    if not (output_dir / "manifest.json").exists():
+        return None
+    try:
+        manifest = Manifest.load(output_dir)
+    except errors.ManifestError:
+        return None
+    whole = all((output_dir / s.file).is_file() and (output_dir / s.file).stat().st_size == s.bytes for s in manifest.shards)
+    return manifest if manifest.data_key == key and whole else None
+
+
+def _check_output(output_dir: Path) -> None:
+    """Refuse to replace what is no data directory."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise DataError(f"{output_dir}: is a file; name a directory that does not exist yet")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "manifest.json").is_file():
+        raise DataError(f"{output_dir}: exists, is not empty and holds no manifest.json; remove it or name another directory")
+
+
+class _BuildFolder:
+    """A hidden folder beside the output, gone at the end; folders that killed processes left are removed first."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._parent = output_dir.parent.absolute()
+        self._prefix = f".{output_dir.name}.building-"
+        self._lock: int | None = None
+
+    def __enter__(self) -> WorkFolder:
+        try:
+            self._parent.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            self._root = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._parent))
+        except OSError as error:
+            raise DataError(f"{self._parent}: cannot be written: {error.strerror or error}; name another output directory") from None
+        self._lock = os.open(self._root / "work.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._root.chmod(0o755)
+        folder = WorkFolder(self._root)
+        folder.prepare()
+        return folder
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        for left in self._parent.glob(f"{self._prefix}*"):
+            if not _is_locked(left / "work.lock"):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock; a folder without a lock file was left before it was locked."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _replace(made: Path, target: Path) -> None:
+    """Rename ``made`` to ``target``, moving what is there out of the way first."""
+    (made / "work.lock").unlink(missing_ok=True)
+    old = None
+    if target.exists():
+        old = made.with_name(f"{made.name}.old")
+        target.rename(old)
+    made.rename(target)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+class _Progress:
+    """A thread that turns what the steps append to the progress file into events."""
+
+    def __init__(self, folder: WorkFolder, files: list[SourceFile], config: Config, events: EventLog) -> None:
+        passes = 1 + needs_analysis(config) + (config.split.by == "time")
+        self._path = folder.progress()
+        self._total = passes * sum(file.bytes for file in files)
+        self._events = events
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="preprocess progress", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+        if error is None:
+            self._events.emit("progress", stage="preprocess", done=self._total, total=self._total)
+
+    def _watch(self) -> None:
+        last = -1
+        while not self._stop.wait(_POLL_SECONDS):
+            with contextlib.suppress(OSError):
+                done = min(sum(map(int, self._path.read_text().split("\n")[:-1])), self._total)
+                if done != last:
+                    self._events.emit("progress", stage="preprocess", done=done, total=self._total)
+                    last = done
+
+
+def _options(runner: str, num_workers: int) -> list[str]:
+    options = [f"--runner={runner}"]
+    if num_workers > 1:
+        options += [f"--direct_num_workers={num_workers}", "--direct_running_mode=multi_processing"]
+    return options
+
+
+def _run(
+    config: Config, folder: WorkFolder, files: list[SourceFile], sources: list[SourceEntry], *, key: str, dead_dir: Path, options: list[str]
+) -> None:
+    """Run the pipeline; raises the ``SatrapError`` a step wrote down, or ``DataError`` with what the runner says."""
+    with _quiet_beam():
+        import apache_beam as beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+
+        from training.data.beam_steps import Job, build_pipeline
+
+        job = Job(config.to_json(), folder, str(dead_dir), tuple(sources), key)
+        pipeline = beam.Pipeline(options=PipelineOptions(options))
+        build_pipeline(pipeline, job, files, config)
+        try:
+            pipeline.run().wait_until_finish()
+        except Exception as error:
+            if recorded := _recorded_failure(folder):
+                raise recorded from None
+            if isinstance(error, SatrapError):
+                raise
+            raise DataError(f"the Beam pipeline failed: {type(error).__name__}: {error}") from error
+
+
+def _recorded_failure(folder: WorkFolder) -> SatrapError | None:
+    try:
+        failure = json.loads(folder.failure().read_text())
+    except FileNotFoundError:
+        return None
+    kind = getattr(errors, failure["kind"], None)
+    return kind(failure["text"]) if kind is not None else DataError(failure["text"])
+
+
+@contextlib.contextmanager
+def _quiet_beam() -> Iterator[None]:
+    """Beam logs and warns about packages we do not need, at import and at every run; errors reach us as exceptions."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _note_oddities(manifest: Manifest, events: EventLog) -> None:
+    for split, statistics in manifest.splits.items():
+        if not statistics.rows:
+            events.emit("note", stage="preprocess", message=f"the {split} split is empty")
+        elif statistics.positives in (0, statistics.rows):
+            events.emit("note", stage="preprocess", message=f"all {statistics.rows} labels of the {split} split are {int(statistics.positives > 0)}")
+    if manifest.dead:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in manifest.dead.items())
+        events.emit("note", stage="preprocess", message=f"{sum(manifest.dead.values())} malformed records are in dead/: {reasons}")
