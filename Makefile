@@ -45,7 +45,7 @@ lock:
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --upgrade setuptools
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check '.[dev]'
-	{ echo '# Every package of the environment, pinned: Python 3.11 to 3.13. Made by `make lock`.'; \
+	{ echo '# Every package of the environment, pinned; made on Python 3.11 by `make lock`.'; \
 	  build/lock/bin/python -m pip freeze --all --exclude satrap --exclude pip | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > requirements.lock
 	rm -rf build/lock
 

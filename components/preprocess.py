@@ -18,6 +18,8 @@ def preprocess(config_json: str, run_dir: str, dataset: dsl.Output[dsl.Dataset])
 
         config = parse_config(config_json)
         dataset.uri = str(Path(config.output.root).absolute() / "data" / data_key(config))
-        manifest = preprocess(config, Path(dataset.path), events=run.events)
+        with run.reuse_of(Path(dataset.path) / "manifest.json"):
+            manifest = preprocess(config, Path(dataset.path), events=run.events)
+        run.message = f"unchanged input: {manifest.summary}" if run.reused else manifest.summary
         run.artifact("data", dataset.path)
         dataset.metadata["fingerprint"] = manifest.fingerprint

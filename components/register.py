@@ -20,4 +20,5 @@ def register(config_json: str, run_dir: str, model: dsl.Input[dsl.Model], evalua
         done = Registry.of(config).register(
             config.name, checkpoint=Path(model.path), evaluation=Path(evaluation.path), config=config, run_id=run_id
         )
+        run.message = f"v{done.version}: {done.reason}" if done.promoted else f"refused: {done.reason}"
         run.events.emit("registration", version=done.version, promoted=done.promoted, reason=done.reason)

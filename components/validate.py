@@ -18,4 +18,6 @@ def validate(config_json: str, run_dir: str, previous: str, dataset: dsl.Input[d
 
         report.uri = str(Path(run_dir) / "validate" / "report.html")
         run.artifact("validation_report", report.path)
-        validate(parse_config(config_json), Path(dataset.path), Path(report.path).parent, previous=Path(previous) if previous else None)
+        earlier = Path(previous) if previous else None
+        checked = validate(parse_config(config_json), Path(dataset.path), Path(report.path).parent, previous=earlier)
+        run.message = f"{checked.status}, {len(checked.findings)} findings"

@@ -48,7 +48,7 @@ def run(config: Path, overrides: tuple[str, ...], resume: str | None) -> None:
     record, run_dir = run_local(loaded, view(), resume=start)
     click.echo(run_report(record, run_dir))
     if record.error:
-        click.echo(f"error: {record.error}", err=True)
+        click.echo(record.error if record.status == "interrupted" else f"error: {record.error}", err=True)
     sys.exit(_exit_status(record))
 
 

@@ -62,7 +62,9 @@ def preprocess(config: Path, overrides: tuple[str, ...], output: Path | None, wo
 
     with _shown("preprocess") as current:
         output = output or Path(loaded.output.root) / "data" / work.data_key(loaded)
-        work.preprocess(loaded, output, events=current.events, num_workers=workers, reuse=reuse)
+        with current.reuse_of(output / "manifest.json"):
+            manifest = work.preprocess(loaded, output, events=current.events, num_workers=workers, reuse=reuse)
+        current.message = f"unchanged input: {manifest.summary}" if current.reused else manifest.summary
     click.echo(str(output))
 
 
@@ -79,8 +81,9 @@ def validate(config: Path, data: Path, overrides: tuple[str, ...], output: Path,
     loaded = load_config(config, overrides)
     from training.data.validate import validate as work
 
-    with _shown("validate"):
-        work(loaded, data, output, previous=previous)
+    with _shown("validate") as current:
+        report = work(loaded, data, output, previous=previous)
+        current.message = f"{report.status}, {len(report.findings)} findings"
     click.echo(str(output / "report.html"))
 
 

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: one line per stage and, while training, a bar with samples/s, loss and staleness.
 
 Everything comes from the run's events file, so a run in other processes and a stage in this one look the same. On a terminal the current
-stage is drawn live by rich; elsewhere plain lines are written, training progress at most every ten seconds.
+stage is drawn live by rich; elsewhere plain lines are written, training progress at most every five seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from training.events import follow_events
 
 Event = dict[str, Any]
-_PLAIN_SECONDS = 10.0
+_PLAIN_SECONDS = 5.0
 _STYLES = {"succeeded": "green", "reused": "cyan", "failed": "red"}
 _WORDS = {"succeeded": "done", "reused": "reused", "failed": "FAILED"}
 
@@ -151,8 +151,9 @@ class Follower:
 def stage_line(event: Event) -> str:
     """``train      done     41.2 s  message``: how a stage ended."""
     status, seconds = event["status"], event.get("seconds", 0.0)
+    word = "stopped" if event.get("error") == "KeyboardInterrupt" else _WORDS.get(status, status)
     first, *more = str(event.get("message", "")).splitlines() or [""]
-    line = f"{event['name']:<11}{_WORDS.get(status, status):<8}{seconds:>7.1f} s  {first}".rstrip()
+    line = f"{event['name']:<11}{word:<8}{seconds:>7.1f} s  {first}".rstrip()
     return "\n".join([line, *(" " * 30 + text for text in more)])
 
 

@@ -81,7 +81,9 @@ def _execute(record: RunRecord, run_dir: Path, view: View, stop: _Stop) -> None:
         if interrupted or not (run_dir / "release.json").exists():
             local.release(run_dir, interrupted=interrupted)
         if interrupted:
-            record.end("interrupted", "stopped by a signal" if stop.requested else "stopped by an error of satrap itself")
+            record.end(
+                "interrupted", "interrupted: everything of the run was ended" if stop.requested else "stopped by an error of satrap itself"
+            )
         elif code == 0 and record.failed_stage is None:
             record.end("succeeded")
         else:

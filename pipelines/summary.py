@@ -23,6 +23,8 @@ def run_report(record: RunRecord, run_dir: Path) -> str:
     names = {"report": "report", "validation_report": "validation", "checkpoint": "checkpoint", "data": "data"}
     lines += [f"{label:<13}{short(path)}" for name, label in names.items() if (path := record.paths.get(name)) and Path(path).exists()]
     lines += [f"{'TensorBoard':<13}{_command()} tensorboard {record.id}{_root_option(run_dir)}"] if _has_board(run_dir) else []
+    if record.status != "succeeded" and any(run_dir.glob("train/checkpoints/step-*/manifest.json")):
+        lines.append(f"{'to go on':<13}{_command()} run CONFIG --resume {record.id}")
     lines.append(f"{'log':<13}{short(run_dir / 'logs' / 'pipeline.log')}")
     lines.append(f"{'run':<13}{record.id}: {record.status} in {record.seconds or 0.0:.1f} s")
     return "\n".join(lines)
@@ -90,7 +92,7 @@ def _champion_metrics(evaluation: Path) -> dict[str, float | None]:
         champion = EvaluationRecord.load(evaluation).champion
     except SatrapError:
         return {}
-    return dict(champion.score.metrics) if champion and champion.score else {}
+    return {str(name): value for name, value in champion.score.metrics.items()} if champion and champion.score else {}
 
 
 def _number(value: float | None) -> str:

@@ -8,6 +8,7 @@ import click
 import pytest
 
 from pipelines.cli import cli
+from training.config_file import load_config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -76,6 +77,12 @@ def parse(words, where):
             command.make_context(command.name, list(words))
         except click.ClickException as error:
             raise AssertionError(f"{where}: {error.format_message()}") from None
+
+
+def test_the_readmes_configuration_is_one(tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "satrap.yaml").write_text(text, encoding="utf-8")
+    assert load_config(tmp_path / "satrap.yaml").name == "shop"
 
 
 def test_the_readme_lists_every_command():

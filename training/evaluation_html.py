@@ -198,7 +198,7 @@ def _comparison(record: EvaluationRecord, shown: Sequence[MetricName]) -> Html:
         difference = None if ours is None or other is None else ours - other
         rows.append([TITLES[name], ours, other, None if difference is None else f"{difference:+.6f}", _judged(name, ours, other)])
     caption = "On the same test records. Whether the difference is enough is decided by the gate of the register stage."
-    return build.table(["Metric", "Candidate", "Champion", "Difference", ""], rows, caption=caption)
+    return build.table(["Metric", "Candidate", "Champion", "Difference", ""], rows, caption=caption, right=["Difference"])
 
 
 def _judged(name: MetricName, ours: float | None, theirs: float | None) -> Html | None:
@@ -263,18 +263,15 @@ def _slice_figure(record: EvaluationRecord, entries: list[SliceScore]) -> list[H
 
 
 def _slice_table(entries: list[SliceScore], shown: Sequence[MetricName]) -> Html:
+    """All reported metrics of the candidate; of the champion the first one, or the table would be too wide to read."""
     compared = any(entry.champion_metrics for entry in entries)
-    columns = ["Value", "Records", "Positive rate"]
-    for name in shown:
-        columns += [TITLES[name], *(["champion"] if compared else [])]
+    first = TITLES[shown[0]]
+    columns = ["Value", "Records", "Positive rate", first, *([f"{first}, champion"] if compared else []), *(TITLES[m] for m in shown[1:])]
     rows: list[list[Cell]] = []
     for entry in entries:
-        row: list[Cell] = [_value(entry), entry.rows, entry.positives / entry.rows]
-        for name in shown:
-            row.append(entry.metrics[name])
-            if compared:
-                row.append(entry.champion_metrics[name] if entry.champion_metrics else None)
-        rows.append(row)
+        theirs = [entry.champion_metrics[shown[0]] if entry.champion_metrics else None] if compared else []
+        ours = [entry.metrics[name] for name in shown]
+        rows.append([_value(entry), entry.rows, entry.positives / entry.rows, ours[0], *theirs, *ours[1:]])
     table = build.table(columns, rows[:MAX_SLICES])
     if len(rows) <= MAX_SLICES:
         return table

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,8 +57,9 @@ caption,figcaption{color:#5b6675;font-size:13px;text-align:left}
 caption{padding:10px 12px 4px}
 th,td{padding:6px 12px;text-align:left;vertical-align:top;border-top:1px solid #eceff2}
 thead th{border-top:0;border-bottom:1px solid #cfd5dc;font-weight:600;vertical-align:bottom;background:#fafbfc}
-td.num,th.num{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td.text{overflow-wrap:anywhere;min-width:6em}
+td.num,th.num{text-align:right;font-variant-numeric:tabular-nums}
+td.num{white-space:nowrap}
+td.text{overflow-wrap:break-word;min-width:7em;max-width:34em}
 td.none{color:#8a94a1}
 figure{background:#fff;border:1px solid #dfe3e8;border-radius:8px;margin:12px 0;padding:12px 14px}
 figure svg{width:100%;height:auto;display:block}
@@ -119,17 +120,24 @@ def tiles(entries: Sequence[tuple[str, str, str]]) -> Html:
     return Html('<div class="tiles">' + "".join(cells) + "</div>")
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, caption: str = "") -> Html:
-    """A table. Numbers are formatted by ``number`` and set right; None shows as a dash; a column without text in it counts as numeric."""
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, caption: str = "", right: Collection[str] = ()) -> Html:
+    """A table. Numbers are formatted by ``number`` and set right, None shows as a dash, and columns without names get no header.
+
+    A column without text in it counts as numeric; ``right`` names more columns to set right, such as numbers with a sign.
+    Raises ``ValueError`` if a row has another number of cells than there are columns.
+    """
+    by_column: list[tuple[Cell, ...]] = list(zip(*rows, strict=True)) or [()] * len(columns)
     numeric = [
-        all(_is_number(row[i]) or row[i] is None for row in rows) and any(_is_number(row[i]) for row in rows) for i in range(len(columns))
+        name in right or (any(map(_is_number, cells)) and all(_is_number(cell) or cell is None for cell in cells))
+        for name, cells in zip(columns, by_column, strict=True)
     ]
     head = "".join(
         f'<th scope="col"{" class=num" if right else ""}>{html.escape(name)}</th>' for name, right in zip(columns, numeric, strict=True)
     )
+    head = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
     body = "".join("<tr>" + "".join(_cell(value, right) for value, right in zip(row, numeric, strict=True)) + "</tr>" for row in rows)
     text = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    return Html(f'<div class="scroll"><table>{text}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+    return Html(f'<div class="scroll"><table>{text}{head}<tbody>{body}</tbody></table></div>')
 
 
 def figure(drawing: Figure, caption: str) -> Html:
@@ -226,7 +234,8 @@ def _cell(value: Cell, right: bool) -> str:
         return f"<td>{'yes' if value else 'no'}</td>"
     if isinstance(value, int | float):
         return f'<td class="num">{number(value)}</td>'
-    return f'<td class="{"text" if not isinstance(value, Html) else ""}">{_inline(value)}</td>'
+    kind = "num" if right else "" if isinstance(value, Html) else "text"
+    return f'<td class="{kind}">{_inline(value)}</td>'
 
 
 def _figure_settings() -> dict[str, Any]:

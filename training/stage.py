@@ -29,6 +29,13 @@ class Stage:
         """Say where something the stage makes lies (or will lie, if it is worth opening even after a failure)."""
         self.events.emit("artifact", name=name, path=str(Path(path).absolute()))
 
+    @contextmanager
+    def reuse_of(self, result: Path) -> Iterator[None]:
+        """Call the stage reused if the block leaves ``result``, a file replaced whenever the work is done, as it was before."""
+        before = _identity(result)
+        yield
+        self.reused = before is not None and _identity(result) == before
+
 
 @contextmanager
 def stage(name: str, run_dir: str | Path) -> Iterator[Stage]:
@@ -49,6 +56,14 @@ def stage(name: str, run_dir: str | Path) -> Iterator[Stage]:
             raise
         seconds = round(time.monotonic() - begun, 3)
         events.emit("stage", name=name, status="reused" if current.reused else "succeeded", seconds=seconds, message=current.message)
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _text(error: BaseException) -> str:

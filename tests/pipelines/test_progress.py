@@ -31,6 +31,10 @@ def plain(*events):
     [
         ({"name": "train", "status": "succeeded", "seconds": 41.23, "message": ""}, "train      done       41.2 s"),
         ({"name": "preprocess", "status": "reused", "seconds": 0.2, "message": "unchanged"}, "preprocess reused      0.2 s  unchanged"),
+        (
+            {"name": "train", "status": "failed", "seconds": 3, "message": "interrupted", "error": "KeyboardInterrupt"},
+            "train      stopped     3.0 s  interrupted",
+        ),
         ({"name": "validate", "status": "failed", "seconds": 1, "message": "a\nb"}, "validate   FAILED      1.0 s  a\n" + " " * 30 + "b"),
     ],
 )

@@ -58,3 +58,17 @@ def test_a_signal_unwinds_the_stage_once_and_handlers_are_restored(tmp_path, num
     assert cleaned == [True]
     assert signal.getsignal(number) == before
     assert without_times(tmp_path)[-1]["message"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("there_before", "replaced", "reused"), [(True, False, True), (True, True, False), (False, True, False), (False, False, False)]
+)
+def test_a_stage_is_reused_if_it_leaves_its_result_as_it_was(tmp_path, there_before, replaced, reused):
+    result = tmp_path / "manifest.json"
+    if there_before:
+        result.write_text("same")
+    with stage("preprocess", tmp_path) as current, current.reuse_of(result):
+        if replaced:
+            (tmp_path / "new").write_text("same")
+            (tmp_path / "new").replace(result)
+    assert without_times(tmp_path)[-1]["status"] == ("reused" if reused else "succeeded")

@@ -75,7 +75,8 @@ def check_reports(reports: Sequence[PieceReport], config: Config, wanted: Sequen
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dead.items(), key=lambda item: (-item[1], item[0]))[:5])
         raise DeadLetterError(
             f"{bad} of {good + bad} records ({bad / (good + bad):.2%}) are malformed, more than data.max_dead_fraction "
-            f"{config.data.max_dead_fraction:g}: {reasons}; they are in {dead_folder}; repair the input, correct data or schema, or raise the limit"
+            f"{config.data.max_dead_fraction:g}: {reasons}; "
+            f"they are in {dead_folder}; repair the input, correct data or schema, or raise the limit"
         )
     if not good:
         raise SourceError("data.paths: no records")
@@ -130,7 +131,13 @@ def count_slot(task: SlotTask, reports: Sequence[PieceReport], config: Config, f
 
 
 def build_manifest(
-    config: Config, fitted: Fitted, reports: Sequence[PieceReport], results: Sequence[ShardEntry | SlotResult], *, sources: list[SourceEntry], key: str
+    config: Config,
+    fitted: Fitted,
+    reports: Sequence[PieceReport],
+    results: Sequence[ShardEntry | SlotResult],
+    *,
+    sources: list[SourceEntry],
+    key: str,
 ) -> Manifest:
     """The manifest of a finished directory. ``reports`` come in input order."""
     shards = sorted((r for r in results if isinstance(r, ShardEntry)), key=lambda entry: (SPLITS.index(entry.split), entry.file))
@@ -178,7 +185,8 @@ def _ranks(total: int) -> I64:
 def _order_cuts(rows: Sequence[int]) -> I64:
     """Records of each piece before each shard boundary, in input order: int64 [num_shards + 1, num_pieces]."""
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows, dtype=np.int64)])
-    return np.clip(_ranks(int(before[-1]))[:, None] - before[None, :-1], 0, np.asarray(rows, np.int64)[None, :])
+    cuts: I64 = np.clip(_ranks(int(before[-1]))[:, None] - before[None, :-1], 0, np.asarray(rows, np.int64)[None, :])
+    return cuts
 
 
 def _time_cuts(pieces: Sequence[tuple[tuple[int, int, int], int]], split: int, folder: WorkFolder) -> I64:
@@ -219,7 +227,13 @@ def _feature_digest(config: Config, fitted: Fitted) -> str:
     """What a model needs equal to be scored on this data. Fitted numbers are left out: they move a little with every day's data."""
     dense = [(feature.name, list(feature.transforms)) for feature in config.schema_.dense]
     slots = [
-        (feature.name, transform.group, transform.hash_seed, feature.multi_valued, feature.bucketise.model_dump() if feature.bucketise else None)
+        (
+            feature.name,
+            transform.group,
+            transform.hash_seed,
+            feature.multi_valued,
+            feature.bucketise.model_dump() if feature.bucketise else None,
+        )
         for feature, transform in zip(config.schema_.categorical, fitted.slots, strict=True)
     ]
     return _sha256({"dense": dense, "slots": slots})

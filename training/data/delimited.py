@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numba import njit
 
 from training.data.dead_letters import Faults
-from training.data.lines import QUOTE, Dialect, find_records
+from training.data.lines import QUOTE, Dialect, decode_error, find_records, undecodable
 from training.data.raw import RawColumn, RawRecords, Wanted
 from training.data.spans import is_blank, starts_with
 
@@ -29,7 +29,7 @@ def parse_delimited(data: U8, *, piece: int, first_line: int, names: tuple[str, 
     def record(row: int) -> bytes:
         return data[bounds.starts[row] : bounds.ends[row]].tobytes()
 
-    faults.add(undecodable(data, bounds.starts, bounds.ends), "undecodable", lambda row: _decode_error(record(row)))
+    faults.add(undecodable(data, bounds.starts, bounds.ends), "undecodable", lambda row: decode_error(record(row)))
     faults.add(np.nonzero(bounds.unterminated)[0], "unterminated quote", lambda _: "a quoted field that begins here is never closed")
     target = np.full(len(names), -1, np.int64)
     for place, name in enumerate(columns):
@@ -39,7 +39,18 @@ def parse_delimited(data: U8, *, piece: int, first_line: int, names: tuple[str, 
     starts, ends = np.zeros((len(columns), count), np.int64), np.zeros((len(columns), count), np.int64)
     fields, bad_quote = np.zeros(count, np.int64), np.zeros(count, np.bool_)
     _split_fields(
-        text, bounds.starts, bounds.ends, bounds.unterminated, quoted, dialect.delimiter, dialect.strip, target, starts, ends, fields, bad_quote
+        text,
+        bounds.starts,
+        bounds.ends,
+        bounds.unterminated,
+        quoted,
+        dialect.delimiter,
+        dialect.strip,
+        target,
+        starts,
+        ends,
+        fields,
+        bad_quote,
     )
     faults.add(np.nonzero(bad_quote)[0], "text after quote", lambda _: "a quoted field is followed by more text before the delimiter")
     faults.add(np.nonzero(fields != len(names))[0], "field count", lambda row: f"expected {len(names)} fields, found {fields[row]}")
@@ -58,23 +69,6 @@ def split_header(line: bytes, dialect: Dialect, encoding: str) -> tuple[str, ...
         if delimiter_at >= len(data):
             return tuple(names[:-1] if len(names) > 1 and not names[-1] else names)
         at = delimiter_at + len(dialect.delimiter)
-
-
-def undecodable(data: U8, starts: I64, ends: I64) -> I64:
-    """Records that are not UTF-8, ascending. Records are looked at one by one only if there is such a one."""
-    try:
-        str(data.data, "utf-8")
-    except UnicodeDecodeError:
-        return np.array([i for i in range(len(starts)) if _decode_error(data[starts[i] : ends[i]].tobytes())], np.int64)
-    return np.empty(0, np.int64)
-
-
-def _decode_error(record: bytes) -> str:
-    try:
-        record.decode()
-    except UnicodeDecodeError as error:
-        return f"not UTF-8: {error.reason} at byte {error.start} of the record (0x{record[error.start]:02x})"
-    return ""
 
 
 @njit(cache=True, nogil=True)

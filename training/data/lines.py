@@ -65,6 +65,24 @@ def find_records(data: U8, dialect: Dialect, first_line: int) -> RecordBounds:
     return RecordBounds(starts, ends, lines, unterminated)
 
 
+def undecodable(data: U8, starts: I64, ends: I64) -> I64:
+    """Records that are not UTF-8, ascending. Records are looked at one by one only if there is such a one."""
+    try:
+        str(data.data, "utf-8")
+    except UnicodeDecodeError:
+        return np.array([i for i in range(len(starts)) if decode_error(data[starts[i] : ends[i]].tobytes())], np.int64)
+    return np.empty(0, np.int64)
+
+
+def decode_error(record: bytes) -> str:
+    """Why a record is not UTF-8; empty if it is."""
+    try:
+        record.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: {error.reason} at byte {error.start} of the record (0x{record[error.start]:02x})"
+    return ""
+
+
 @dataclass(frozen=True)
 class Piece:
     """Whole records cut from a stream."""
@@ -147,7 +165,7 @@ def _next_record(data: U8, start: int, final: bool, quoting: bool, delimiter: U8
     """(end of the record, start of the next one, lines covered, verdict) of the record at ``start``."""
     size = len(data)
     if not quoting:
-        return _finish(data, _line_end(data, start, size), final, 0, COMPLETE)
+        return _finish(data, _line_end(data, start, size), final, 0, COMPLETE)  # type: ignore[no-any-return]
     at, lines, fresh = start, 0, True
     while at < size and data[at] != LF and data[at] != CR:
         if fresh and data[at] == QUOTE:
@@ -156,14 +174,14 @@ def _next_record(data: U8, start: int, final: bool, quoting: bool, delimiter: U8
             if not final and ((close < 0 and limit == size) or close + 1 == size):
                 return at, at, 0, NEED_MORE
             if close < 0:
-                return _finish(data, _line_end(data, start, size), final, 0, UNTERMINATED)
+                return _finish(data, _line_end(data, start, size), final, 0, UNTERMINATED)  # type: ignore[no-any-return]
             at, lines, fresh = close + 1, lines + passed, False
         elif starts_with(data, at, size, delimiter):
             at, fresh = at + len(delimiter), True
         else:
             fresh = fresh and strip and is_blank(data[at])
             at += 1
-    return _finish(data, at, final, lines, COMPLETE)
+    return _finish(data, at, final, lines, COMPLETE)  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
@@ -183,7 +201,7 @@ def _skip_records(data: U8, at: int, final: bool, quoting: bool, delimiter: U8, 
 
 @njit(cache=True, nogil=True)
 def _is_blank_line(data: U8, start: int, end: int, delimiter: U8) -> bool:
-    for i in range(start, end):
+    for i in range(start, end):  # noqa: SIM110 - compiled code
         if not is_blank(data[i]) or starts_with(data, i, end, delimiter):
             return False
     return True

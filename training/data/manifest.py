@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from training.config import SplitName
+from training.config import SPLITS, SplitName
 from training.errors import ManifestError
 
 FORMAT_VERSION = 1
@@ -142,6 +142,12 @@ class Manifest(_Entry):
     def rows(self, split: SplitName) -> int:
         """Records of a split."""
         return self.splits[split].rows if split in self.splits else 0
+
+    @property
+    def summary(self) -> str:
+        """Records per split, malformed ones, and the start of the fingerprint, for people."""
+        rows = ", ".join(f"{self.rows(split):,} {split}" for split in SPLITS)
+        return f"{rows}, {sum(self.dead.values()):,} malformed (fingerprint {self.fingerprint[:12]})"
 
     @classmethod
     def load(cls, data_dir: Path) -> Manifest:

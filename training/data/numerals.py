@@ -40,7 +40,7 @@ def _digits(data: U8, at: int, end: int, mantissa: int, used: int) -> tuple[int,
     """Take digits while they fit 18 places: (position, mantissa, digits taken); digits that do not fit make ``used`` large."""
     while at < end and 48 <= data[at] <= 57:
         if used < 18:
-            mantissa = mantissa * 10 + np.int64(data[at]) - 48
+            mantissa = mantissa * 10 + (np.int64(data[at]) - 48)  # type: ignore[assignment]
         if mantissa > 0 or used > 0:
             used += 1
         at += 1
@@ -57,7 +57,7 @@ def _exponent(data: U8, at: int, end: int) -> tuple[int, int]:
         return -1, 0
     value = 0
     while at < end and 48 <= data[at] <= 57:
-        value = min(value * 10 + np.int64(data[at]) - 48, 9999)
+        value = min(value * 10 + np.int64(data[at]) - 48, 9999)  # type: ignore[assignment]
         at += 1
     return at, -value if negative else value
 

@@ -77,14 +77,22 @@ class WorkFolder:
 
 
 def transform_piece(
-    records: Records, letters: Sequence[DeadLetter], key: Key, *, config: Config, fitted: Fitted, present: frozenset[str], folder: WorkFolder
+    records: Records,
+    letters: Sequence[DeadLetter],
+    key: Key,
+    *,
+    config: Config,
+    fitted: Fitted,
+    present: frozenset[str],
+    folder: WorkFolder,
 ) -> PieceReport:
     """Write what one piece contributes and return its report. Doing it twice gives the same files."""
     assert records.split is not None
     features = config.schema_.categorical
     made = [_Slot.of(records, feature, place, fitted) for place, feature in enumerate(features)]
     columns = _shard_columns(records, made, config, fitted)
-    counts, rows, positives, dense, slots, times = [], [], [], [], [], []
+    counts: list[IdCounts] = []
+    rows, positives, dense, slots, times = [], [], [], [], []
     for split in range(len(SPLITS)):
         chosen = np.nonzero(records.split == split)[0]
         if records.time is not None:

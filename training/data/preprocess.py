@@ -13,13 +13,16 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from training import errors
 from training.config import Config
@@ -35,8 +38,10 @@ _POLL_SECONDS = 0.2
 
 
 def data_key(config: Config) -> str:
-    """Hex digest of all that decides what ``preprocess`` writes: the data parts of the configuration, the content of the sources,
-    the format version. Where files lie and how the model is trained play no part. Raises ``SourceError``.
+    """Hex digest of all that decides what ``preprocess`` writes. Raises ``SourceError``.
+
+    That is the data parts of the configuration, the content of the sources and the format version; where files lie and how the
+    model is trained play no part.
     """
     return _key(config, digest_files(find_files(config.data.paths)))
 
@@ -62,7 +67,7 @@ def preprocess(
     dead_dir = output_dir.with_name(output_dir.name + ".dead")
     with _BuildFolder(output_dir) as folder, _Progress(folder, opened, config, events):
         try:
-            _run(config, folder, opened, sources, key=key, dead_dir=dead_dir, options=_options(runner, num_workers))
+            _run(config, folder, opened, sources, key=key, dead_dir=dead_dir, runner=(runner, num_workers))
         except errors.DeadLetterError:
             _replace(folder.root / "dead", dead_dir)
             raise
@@ -199,15 +204,28 @@ class _Progress:
                     last = done
 
 
-def _options(runner: str, num_workers: int) -> list[str]:
-    options = [f"--runner={runner}"]
-    if num_workers > 1:
-        options += [f"--direct_num_workers={num_workers}", "--direct_running_mode=multi_processing"]
-    return options
+def _runner(name: str, num_workers: int, folder: WorkFolder) -> Any:
+    """A Beam runner. Several workers are processes of their own, whose log lines, mostly noise, go to a file."""
+    from apache_beam.runners import create_runner
+    from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+    from apache_beam.transforms.environments import SubprocessSDKEnvironment
+
+    if num_workers == 1 or name != "FnApiRunner":
+        return create_runner(name)
+    log = shlex.quote(str(folder.root / "work" / "workers.log"))
+    command = f"exec {shlex.quote(sys.executable)} -W ignore -m apache_beam.runners.worker.sdk_worker_main >>{log} 2>&1"
+    return FnApiRunner(default_environment=SubprocessSDKEnvironment.from_command_string(command))
 
 
 def _run(
-    config: Config, folder: WorkFolder, files: list[SourceFile], sources: list[SourceEntry], *, key: str, dead_dir: Path, options: list[str]
+    config: Config,
+    folder: WorkFolder,
+    files: list[SourceFile],
+    sources: list[SourceEntry],
+    *,
+    key: str,
+    dead_dir: Path,
+    runner: tuple[str, int],
 ) -> None:
     """Run the pipeline; raises the ``SatrapError`` a step wrote down, or ``DataError`` with what the runner says."""
     with _quiet_beam():
@@ -217,7 +235,8 @@ def _run(
         from training.data.beam_steps import Job, build_pipeline
 
         job = Job(config.to_json(), folder, str(dead_dir), tuple(sources), key)
-        pipeline = beam.Pipeline(options=PipelineOptions(options))
+        options = PipelineOptions([f"--direct_num_workers={runner[1]}"])
+        pipeline = beam.Pipeline(_runner(*runner, folder), options=options)
         build_pipeline(pipeline, job, files, config)
         try:
             pipeline.run().wait_until_finish()
@@ -256,7 +275,9 @@ def _note_oddities(manifest: Manifest, events: EventLog) -> None:
         if not statistics.rows:
             events.emit("note", stage="preprocess", message=f"the {split} split is empty")
         elif statistics.positives in (0, statistics.rows):
-            events.emit("note", stage="preprocess", message=f"all {statistics.rows} labels of the {split} split are {int(statistics.positives > 0)}")
+            events.emit(
+                "note", stage="preprocess", message=f"all {statistics.rows} labels of the {split} split are {int(statistics.positives > 0)}"
+            )
     if manifest.dead:
         reasons = ", ".join(f"{reason} {count}" for reason, count in manifest.dead.items())
         events.emit("note", stage="preprocess", message=f"{sum(manifest.dead.values())} malformed records are in dead/: {reasons}")

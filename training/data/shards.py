@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -193,7 +194,7 @@ class ShardReader:
         return _batch([ShardColumns.concatenate(parts).take(back)])
 
     def slice_values(self, slot: str, start: int, stop: int) -> npt.NDArray[np.str_]:
-        """Value texts of a slot of ``evaluation.slices`` for records ``start`` to ``stop``; "" is missing. Raises ``KeyError`` for others."""
+        """Value texts of a slot of ``evaluation.slices`` for records ``start`` to ``stop``; "" is missing. ``KeyError`` for others."""
         parts = [self._shard(s).slices[slot].slice(a, b - a).cast(pa.string()) for s, a, b in self._ranges(start, stop)]
         texts = pa.chunked_array(parts, pa.string()).to_pylist() if parts else []
         return np.array(texts, dtype=np.str_)
@@ -309,11 +310,11 @@ def _concatenate_bags(bags: list[Bag]) -> Bag:
     return Bag(offsets, np.concatenate([bag.values for bag in bags]))
 
 
-def _view(array: pa.Array) -> npt.NDArray[np.generic]:
+def _view(array: pa.Array) -> npt.NDArray[Any]:
     return array.to_numpy(zero_copy_only=True)  # type: ignore[no-any-return]
 
 
-def _matrix(column: pa.Array | None, rows: int, dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+def _matrix(column: pa.Array | None, rows: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
     if column is None:
         return np.empty((rows, 0), dtype)
     return _view(column.values).reshape(rows, -1) if rows else np.empty((0, column.type.list_size), dtype)

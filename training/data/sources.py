@@ -119,7 +119,9 @@ def open_sources(files: Sequence[Path], data: DataConfig, wanted: Wanted) -> lis
         if skip and not head.more_than_header:
             continue
         offset = head.bom + (head.header_bytes if skip else 0)
-        opened.append(SourceFile(len(opened), str(path), path.stat().st_size, head.packed, columns, offset, 1 + (head.header_lines if skip else 0)))
+        opened.append(
+            SourceFile(len(opened), str(path), path.stat().st_size, head.packed, columns, offset, 1 + (head.header_lines if skip else 0))
+        )
     if not opened:
         listed = ", ".join(str(path) for path in files[:3]) + (", ..." if len(files) > 3 else "")
         raise SourceError(f"data.paths: no records in {len(files)} file(s): {listed}")
@@ -207,7 +209,9 @@ class _Head:
         try:
             packed = _is_packed(path)
             if data.format == "parquet":
-                return cls(packed=False, bom=0, first=b"", header_bytes=0, header_lines=0, empty=parquet.num_rows(path) == 0, more_than_header=True)
+                return cls(
+                    packed=False, bom=0, first=b"", header_bytes=0, header_lines=0, empty=parquet.num_rows(path) == 0, more_than_header=True
+                )
             with gzip.open(path, "rb") if packed else path.open("rb") as stream:
                 return cls._of_text(stream, path, data, packed=packed)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

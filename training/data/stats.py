@@ -140,7 +140,9 @@ def merge_slot(parts: Sequence[SlotPart], ids: IdCounts, train_signs: U64) -> Sl
         unseen=total - int(ids.counts[known].sum()),
         dropped=sum(part.dropped for part in parts),
         top=ids.top(),
-        bucket_counts=np.bincount((ids.signs >> np.uint64(58)).astype(np.int64), weights=ids.counts, minlength=64).astype(np.int64).tolist(),
+        bucket_counts=np.bincount((ids.signs >> np.uint64(58)).astype(np.int64), weights=ids.counts, minlength=64)
+        .astype(np.int64)
+        .tolist(),
     )
 
 

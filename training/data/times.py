@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 
 import numpy as np
@@ -39,17 +40,21 @@ def parse_times(column: TextColumn, form: str) -> tuple[I64, Bools]:
 def _parse_pattern(column: TextColumn, pattern: str) -> tuple[I64, Bools]:
     """Any strptime pattern: each distinct text is parsed once."""
     encoded = column.to_arrow().dictionary_encode()
-    parsed = [_strptime(text, pattern) for text in encoded.dictionary.to_pylist()]
+    # strptime takes one digit where two are meant: of directives that touch, "141021" for %y%m%d%H would be 1 o'clock of 2014-01-02.
+    exact = re.search(r"%[A-Za-z]%[A-Za-z]", pattern) is not None
+    parsed = [_strptime(text, pattern, exact=exact) for text in encoded.dictionary.to_pylist()]
     codes = encoded.indices.to_numpy(zero_copy_only=False)
     seconds = np.array([value or 0 for value in parsed], np.int64)
     good = np.array([value is not None for value in parsed], np.bool_)
     return seconds[codes], good[codes] & ~column.missing
 
 
-def _strptime(text: str, pattern: str) -> int | None:
+def _strptime(text: str, pattern: str, *, exact: bool) -> int | None:
     try:
-        moment = datetime.strptime(text, pattern)  # noqa: DTZ007 - patterns without an offset mean UTC
+        moment = datetime.strptime(text, pattern)
     except ValueError:
+        return None
+    if exact and len(moment.strftime(pattern)) != len(text):
         return None
     return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() // 1)
 
@@ -63,7 +68,7 @@ def _digits_at(data: U8, at: int, end: int, width: int) -> int:
     for i in range(at, at + width):
         if not 48 <= data[i] <= 57:
             return -1
-        value = value * 10 + np.int64(data[i]) - 48
+        value = value * 10 + np.int64(data[i]) - 48  # type: ignore[assignment]
     return value
 
 

@@ -64,7 +64,9 @@ def check_transforms(config: Config) -> None:
 def needs_analysis(config: Config) -> bool:
     """Whether any transform depends on the train split."""
     dense, categorical = config.schema_.dense, config.schema_.categorical
-    return any(f.fill == "mean" or "standardise" in f.transforms for f in dense) or any(f.bucketise and f.bucketise.quantiles for f in categorical)
+    return any(f.fill == "mean" or "standardise" in f.transforms for f in dense) or any(
+        f.bucketise and f.bucketise.quantiles for f in categorical
+    )
 
 
 def analyse(records: Records, key: tuple[int, int, int], config: Config) -> Analysis:

@@ -281,17 +281,22 @@ def _top_values(ours: SlotStatistics, theirs: SlotStatistics) -> Any:
 
 
 def _feature_table(report: ValidationReport) -> Html:
-    columns = ["Feature", "Kind", "Missing", "Unseen in test"]
     compared = report.previous_fingerprint is not None
-    if compared:
-        columns += ["Missing, previous", "Unseen by previous", "JS (bits)", "noise", "PSI", "noise"]
+    shares = [
+        "Missing",
+        *(["Missing, previous run"] if compared else []),
+        "Unseen in test",
+        *(["Unseen by previous run"] if compared else []),
+    ]
+    drift = ["JS (bits)", "PSI", "PSI noise"] if compared else []
     rows: list[list[build.Cell]] = []
     for f in report.features:
-        row: list[build.Cell] = [f.name, "numeric" if f.kind == "dense" else "slot", f.missing_rate, f.unseen_id_rate]
-        if compared:
-            row += [f.previous_missing_rate, f.unseen_by_previous, f.js_divergence, f.js_noise, f.psi, f.psi_noise]
-        rows.append(row)
-    return build.table(columns, rows, caption="Shares from 0 to 1. Missing: of train records. Unseen: of id occurrences.")
+        numbers = [f.missing_rate, f.previous_missing_rate, f.unseen_id_rate, f.unseen_by_previous]
+        row: list[build.Cell] = [f.name, "numeric" if f.kind == "dense" else "slot"]
+        row += [None if share is None else build.percent(share) for share in (numbers if compared else numbers[::2])]
+        rows.append([*row, *([f.js_divergence, f.psi, f.psi_noise] if compared else [])])
+    caption = "Missing: of train records. Unseen: of id occurrences." + (" Noise: what sampling alone would give." if compared else "")
+    return build.table(["Feature", "Kind", *shares, *drift], rows, caption=caption, right=shares)
 
 
 def _method(compared: bool) -> list[Html]:

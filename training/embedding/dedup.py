@@ -46,7 +46,8 @@ def dedup(signs: Signs) -> tuple[Signs, npt.NDArray[np.uint32]]:
 def server_of(signs: Signs, num_servers: int) -> npt.NDArray[np.int64]:
     """Which of ``num_servers`` (at most 2^31) servers holds each sign: int64, same shape."""
     high = mix_reference(signs + GOLDEN) >> np.uint64(32)
-    return ((high * np.uint64(num_servers)) >> np.uint64(32)).astype(np.int64)
+    servers: npt.NDArray[np.int64] = ((high * np.uint64(num_servers)) >> np.uint64(32)).astype(np.int64)
+    return servers
 
 
 def route(unique: Signs, num_servers: int) -> npt.NDArray[np.int64]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from training.config import SparseOptimizerConfig
 from training.embedding.jit import inlined, kernel
-from training.embedding.kernels import CHUNK, find, prefetch_rows
+from training.embedding.kernels import ROWS_AHEAD, find, prefetch_row
 from training.embedding.simd import all8, load8, load_part, sqrt8, store8, store_part, sum8
 
 
@@ -38,99 +38,96 @@ def _store(array: Any, index: Any, value: Any, count: Any) -> None:
 
 @kernel
 def _sgd(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:  # noqa: ARG001
-    """p -= lr * (g + wd * p)."""
+    """Torch's SGD: p -= lr * (g + wd * p)."""
     rate, decay = all8(np.float32(-settings[0])), all8(np.float32(settings[1]))
-    applied = 0
-    for first in range(0, len(signs), CHUNK):
-        last = min(first + CHUNK, len(signs))
-        applied += find(where, signs, slots, first, last)
-        prefetch_rows(rows, slots, first, last, dim, dim)
-        for i in range(first, last):
-            if slots[i] < 0:
-                continue
-            base = slots[i] * dim
-            for j in range(0, dim, 8):
-                value = _load(rows, base + j, dim - j)
-                gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-                _store(rows, base + j, value + rate * gradient, dim - j)
+    applied = find(where, signs, slots)
+    for i in range(min(ROWS_AHEAD, len(slots))):
+        prefetch_row(rows, slots, i, dim, dim)
+    for i in range(len(slots)):
+        prefetch_row(rows, slots, i + ROWS_AHEAD, dim, dim)
+        if slots[i] < 0:
+            continue
+        base = slots[i] * dim
+        for j in range(0, dim, 8):
+            value = _load(rows, base + j, dim - j)
+            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
+            _store(rows, base + j, value + rate * gradient, dim - j)
     return applied
 
 
 @kernel
 def _momentum_sgd(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:  # noqa: ARG001
-    """buffer = momentum * buffer + (g + wd * p); p -= lr * buffer."""
+    """Torch's SGD with momentum: buffer = momentum * buffer + (g + wd * p); p -= lr * buffer."""
     rate, decay, momentum = all8(np.float32(-settings[0])), all8(np.float32(settings[1])), all8(np.float32(settings[2]))
-    applied = 0
-    for first in range(0, len(signs), CHUNK):
-        last = min(first + CHUNK, len(signs))
-        applied += find(where, signs, slots, first, last)
-        prefetch_rows(rows, slots, first, last, 2 * dim, 2 * dim)
-        for i in range(first, last):
-            if slots[i] < 0:
-                continue
-            base = slots[i] * 2 * dim
-            for j in range(0, dim, 8):
-                value = _load(rows, base + j, dim - j)
-                gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-                buffer = momentum * _load(rows, base + dim + j, dim - j) + gradient
-                _store(rows, base + dim + j, buffer, dim - j)
-                _store(rows, base + j, value + rate * buffer, dim - j)
+    applied = find(where, signs, slots)
+    for i in range(min(ROWS_AHEAD, len(slots))):
+        prefetch_row(rows, slots, i, 2 * dim, 2 * dim)
+    for i in range(len(slots)):
+        prefetch_row(rows, slots, i + ROWS_AHEAD, 2 * dim, 2 * dim)
+        if slots[i] < 0:
+            continue
+        base = slots[i] * 2 * dim
+        for j in range(0, dim, 8):
+            value = _load(rows, base + j, dim - j)
+            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
+            buffer = momentum * _load(rows, base + dim + j, dim - j) + gradient
+            _store(rows, base + dim + j, buffer, dim - j)
+            _store(rows, base + j, value + rate * buffer, dim - j)
     return applied
 
 
 @kernel
 def _adagrad(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:  # noqa: ARG001
-    """g += wd * p; sum += g^2; p -= lr * g / (sqrt(sum) + eps)."""
+    """Torch's Adagrad: g += wd * p; sum += g^2; p -= lr * g / (sqrt(sum) + eps)."""
     rate, decay, eps = all8(np.float32(-settings[0])), all8(np.float32(settings[1])), all8(np.float32(settings[2]))
-    applied = 0
-    for first in range(0, len(signs), CHUNK):
-        last = min(first + CHUNK, len(signs))
-        applied += find(where, signs, slots, first, last)
-        prefetch_rows(rows, slots, first, last, 2 * dim, 2 * dim)
-        for i in range(first, last):
-            if slots[i] < 0:
-                continue
-            base = slots[i] * 2 * dim
-            for j in range(0, dim, 8):
-                value = _load(rows, base + j, dim - j)
-                gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-                total = _load(rows, base + dim + j, dim - j) + gradient * gradient
-                _store(rows, base + dim + j, total, dim - j)
-                _store(rows, base + j, value + rate * gradient / (sqrt8(total) + eps), dim - j)
+    applied = find(where, signs, slots)
+    for i in range(min(ROWS_AHEAD, len(slots))):
+        prefetch_row(rows, slots, i, 2 * dim, 2 * dim)
+    for i in range(len(slots)):
+        prefetch_row(rows, slots, i + ROWS_AHEAD, 2 * dim, 2 * dim)
+        if slots[i] < 0:
+            continue
+        base = slots[i] * 2 * dim
+        for j in range(0, dim, 8):
+            value = _load(rows, base + j, dim - j)
+            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
+            total = _load(rows, base + dim + j, dim - j) + gradient * gradient
+            _store(rows, base + dim + j, total, dim - j)
+            _store(rows, base + j, value + rate * gradient / (sqrt8(total) + eps), dim - j)
     return applied
 
 
 @kernel
 def _rowwise_adagrad(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:
-    """g += wd * p; sum += mean(g^2) over the row; p -= lr * g / (sqrt(sum) + eps)."""
+    """Adagrad with one accumulator: g += wd * p; sum += mean(g^2) over the row; p -= lr * g / (sqrt(sum) + eps)."""
     rate, decay, eps = all8(np.float32(-settings[0])), all8(np.float32(settings[1])), np.float32(settings[2])
-    applied = 0
-    for first in range(0, len(signs), CHUNK):
-        last = min(first + CHUNK, len(signs))
-        applied += find(where, signs, slots, first, last)
-        prefetch_rows(rows, slots, first, last, dim, dim)
-        prefetch_rows(scalars, slots, first, last, 1, 1)
-        for i in range(first, last):
-            slot = slots[i]
-            if slot < 0:
-                continue
-            base = slot * dim
-            squares = all8(np.float32(0.0))
-            for j in range(0, dim, 8):
-                gradient = _load(gradients, i * dim + j, dim - j) + decay * _load(rows, base + j, dim - j)
-                squares = squares + gradient * gradient
-            scalars[slot] += sum8(squares) / np.float32(dim)
-            denominator = all8(np.sqrt(scalars[slot]) + eps)
-            for j in range(0, dim, 8):
-                value = _load(rows, base + j, dim - j)
-                gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-                _store(rows, base + j, value + rate * gradient / denominator, dim - j)
+    applied = find(where, signs, slots)
+    for i in range(min(ROWS_AHEAD, len(slots))):
+        prefetch_row(rows, slots, i, dim, dim)
+        prefetch_row(scalars, slots, i, 1, 1)
+    for i in range(len(slots)):
+        prefetch_row(rows, slots, i + ROWS_AHEAD, dim, dim)
+        prefetch_row(scalars, slots, i + ROWS_AHEAD, 1, 1)
+        slot = slots[i]
+        if slot < 0:
+            continue
+        base = slot * dim
+        squares = all8(np.float32(0.0))
+        for j in range(0, dim, 8):
+            gradient = _load(gradients, i * dim + j, dim - j) + decay * _load(rows, base + j, dim - j)
+            squares = squares + gradient * gradient
+        scalars[slot] += sum8(squares) / np.float32(dim)
+        denominator = all8(np.sqrt(scalars[slot]) + eps)
+        for j in range(0, dim, 8):
+            value = _load(rows, base + j, dim - j)
+            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
+            _store(rows, base + j, value + rate * gradient / denominator, dim - j)
     return applied
 
 
 @kernel
 def _adam(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:
-    """Adam with the row's own step count t: p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps).
+    """Torch's Adam with the row's own step count t: p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps).
 
     settings[5:] holds 1 - b1^t and sqrt(1 - b2^t) for t = 1, 2, ... until both are 1 in float32 or the list ends; later ones are computed.
     """
@@ -138,33 +135,33 @@ def _adam(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any,
     fresh_1 = all8(np.float32(1.0 - settings[3]))
     beta_2, fresh_2 = all8(np.float32(settings[4])), all8(np.float32(1.0 - settings[4]))
     listed = (len(settings) - 5) // 2
-    applied = 0
-    for first in range(0, len(signs), CHUNK):
-        last = min(first + CHUNK, len(signs))
-        applied += find(where, signs, slots, first, last)
-        prefetch_rows(rows, slots, first, last, 3 * dim, 3 * dim)
-        prefetch_rows(scalars, slots, first, last, 1, 1)
-        for i in range(first, last):
-            slot = slots[i]
-            if slot < 0:
-                continue
-            scalars[slot] += np.float32(1.0)
-            step = np.int64(scalars[slot])
-            if step <= listed:
-                correction_1, correction_2 = settings[3 + 2 * step], settings[4 + 2 * step]
-            else:
-                correction_1, correction_2 = 1.0 - settings[3] ** step, np.sqrt(1.0 - settings[4] ** step)
-            rate, root = all8(np.float32(-settings[0] / correction_1)), all8(np.float32(correction_2))
-            base = slot * 3 * dim
-            for j in range(0, dim, 8):
-                value = _load(rows, base + j, dim - j)
-                gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-                mean = _load(rows, base + dim + j, dim - j)
-                mean = mean + fresh_1 * (gradient - mean)
-                second = beta_2 * _load(rows, base + 2 * dim + j, dim - j) + fresh_2 * gradient * gradient
-                _store(rows, base + dim + j, mean, dim - j)
-                _store(rows, base + 2 * dim + j, second, dim - j)
-                _store(rows, base + j, value + rate * mean / (sqrt8(second) / root + eps), dim - j)
+    applied = find(where, signs, slots)
+    for i in range(min(ROWS_AHEAD, len(slots))):
+        prefetch_row(rows, slots, i, 3 * dim, 3 * dim)
+        prefetch_row(scalars, slots, i, 1, 1)
+    for i in range(len(slots)):
+        prefetch_row(rows, slots, i + ROWS_AHEAD, 3 * dim, 3 * dim)
+        prefetch_row(scalars, slots, i + ROWS_AHEAD, 1, 1)
+        slot = slots[i]
+        if slot < 0:
+            continue
+        scalars[slot] += np.float32(1.0)
+        step = np.int64(scalars[slot])
+        if step <= listed:
+            correction_1, correction_2 = settings[3 + 2 * step], settings[4 + 2 * step]
+        else:
+            correction_1, correction_2 = 1.0 - settings[3] ** step, np.sqrt(1.0 - settings[4] ** step)
+        rate, root = all8(np.float32(-settings[0] / correction_1)), all8(np.float32(correction_2))
+        base = slot * 3 * dim
+        for j in range(0, dim, 8):
+            value = _load(rows, base + j, dim - j)
+            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
+            mean = _load(rows, base + dim + j, dim - j)
+            mean = mean + fresh_1 * (gradient - mean)
+            second = beta_2 * _load(rows, base + 2 * dim + j, dim - j) + fresh_2 * gradient * gradient
+            _store(rows, base + dim + j, mean, dim - j)
+            _store(rows, base + 2 * dim + j, second, dim - j)
+            _store(rows, base + j, value + rate * mean / (sqrt8(second) / root + eps), dim - j)
     return applied
 
 

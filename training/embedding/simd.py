@@ -1,3 +1,4 @@
+# mypy: disallow-subclassing-any=False
 """Eight float32 lanes and the few machine instructions that numba does not offer: loads, stores, prefetch, one-line key match.
 
 LLVM cannot prove that rows, state and gradients do not overlap, and unrolls short loops before it could vectorise them; written with
@@ -69,7 +70,7 @@ def _declare(builder: Any, name: str, function_type: Any) -> Any:
     return cgutils.get_or_insert_function(builder.module, function_type, name)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load8(_typing: Any, array: Any, index: Any) -> Any:
     """array[index : index + 8] of a float32 array."""
 
@@ -80,7 +81,7 @@ def load8(_typing: Any, array: Any, index: Any) -> Any:
     return float32x8(array, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store8(_typing: Any, array: Any, index: Any, value: Any) -> Any:
     """array[index : index + 8] = value."""
 
@@ -100,7 +101,7 @@ def _lane_mask(builder: Any, count: Any) -> Any:
     return builder.icmp_signed("<", lanes, all_lanes)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_part(_typing: Any, array: Any, index: Any, count: Any) -> Any:
     """The first ``count`` < 8 lanes from array[index:], zeros in the others; touches no memory beyond."""
 
@@ -115,7 +116,7 @@ def load_part(_typing: Any, array: Any, index: Any, count: Any) -> Any:
     return float32x8(array, types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_part(_typing: Any, array: Any, index: Any, value: Any, count: Any) -> Any:
     """The first ``count`` < 8 lanes to array[index:]."""
 
@@ -131,7 +132,7 @@ def store_part(_typing: Any, array: Any, index: Any, value: Any, count: Any) -> 
     return types.void(array, types.int64, float32x8, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def all8(_typing: Any, value: Any) -> Any:
     """The float32 value in every lane."""
 
@@ -144,7 +145,7 @@ def all8(_typing: Any, value: Any) -> Any:
     return float32x8(types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def sqrt8(_typing: Any, value: Any) -> Any:
     """Square root of every lane, rounded to nearest."""
 
@@ -154,7 +155,7 @@ def sqrt8(_typing: Any, value: Any) -> Any:
     return float32x8(float32x8), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def sum8(_typing: Any, value: Any) -> Any:
     """Sum over the lanes, pairwise: ((0+4)+(2+6)) + ((1+5)+(3+7))."""
 
@@ -168,7 +169,7 @@ def sum8(_typing: Any, value: Any) -> Any:
     return types.float32(float32x8), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
     """Ask for the cache line of array[index], to be read and written soon. Never faults."""
 
@@ -184,7 +185,7 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def match8(_typing: Any, array: Any, index: Any, key: Any) -> Any:
     """Bit i of the result (uint64) tells whether array[index + i] == key, for the eight words of a line of a uint64 array."""
 
@@ -200,7 +201,7 @@ def match8(_typing: Any, array: Any, index: Any, key: Any) -> Any:
     return types.uint64(array, types.int64, types.uint64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def trailing_zeros(_typing: Any, value: Any) -> Any:
     """Index of the lowest set bit of a uint64, 64 for 0 (int64)."""
 
@@ -212,7 +213,7 @@ def trailing_zeros(_typing: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def multiply_high(_typing: Any, a: Any, b: Any) -> Any:
     """The upper 64 bits of the 128-bit product of two uint64: a scaled from [0, 2^64) to [0, b)."""
 

@@ -39,7 +39,7 @@ class ArrayWriter:
     def write(self, piece: npt.NDArray[Any]) -> None:
         """Append elements in C order."""
         assert self._file is not None
-        data = memoryview(np.ascontiguousarray(piece, self._dtype).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(piece, self._dtype).reshape(-1).view(np.uint8).data
         self._digest.update(data)
         self._file.write(data)
 

@@ -222,7 +222,7 @@ class EmbeddingTable:
     def sample(self, count: int) -> tuple[Signs, Rows]:
         """Up to ``count`` rows, evenly spread over the table: signs [C], values [C, dim]."""
         arrays = self._open()
-        picks = np.unique(np.linspace(0, self.rows - 1, min(count, self.rows)).astype(np.int64)) if self.rows and count > 0 else []
+        picks = np.linspace(0, self.rows - 1, max(0, min(count, self.rows))).astype(np.int64)
         signs, slots = np.empty(len(picks), np.uint64), np.empty(len(picks), np.int64)
         first = 0
         for piece_signs, piece_slots, _ in self._occupied(arrays):
@@ -293,12 +293,12 @@ class EmbeddingTable:
     def _check_identity(self, directory: Path, meta: dict[str, Any]) -> None:
         if meta.get("format_version") != FORMAT_VERSION:
             raise CheckpointError(
-                f"{directory}: table format {meta.get('format_version')}, this version reads {FORMAT_VERSION}; retrain or convert"
+                f"{directory}: table format {meta.get('format_version')}, this version reads {FORMAT_VERSION}; use the one that wrote it"
             )
         for name, own in self._identity().items():
             if name != "geometry" and meta.get(name) != own:
                 raise CheckpointError(
-                    f"{directory}: its rows have {name} {meta.get(name)!r}, table {self._spec.name} has {own!r}; restore with the config it was made with"
+                    f"{directory}: its rows have {name} {meta.get(name)!r}, table {self._spec.name} has {own!r}; use its own config"
                 )
 
     def _occupied(self, arrays: _Arrays) -> Any:

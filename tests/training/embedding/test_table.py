@@ -1,0 +1,465 @@
+"""The embedding table against a slow model of itself, and its promises one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.config import InitializerConfig, SparseOptimizerConfig
+from training.embedding import table as table_module
+from training.embedding.dedup import dedup, route, server_of
+from training.embedding.hashing import GOLDEN, mix_reference
+from training.embedding.slots import TableSpec
+from training.embedding.table import EmbeddingTable, Geometry
+from training.errors import CapacityError, CheckpointError, ConfigError, TrainingError
+
+EDGE_SIGNS = np.array([0, 1, 2, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1], np.uint64)
+ADAM = SparseOptimizerConfig(name="adam", learning_rate=0.05)
+ROWWISE = SparseOptimizerConfig(name="rowwise_adagrad", learning_rate=0.05)
+SGD = SparseOptimizerConfig(name="sgd", learning_rate=0.5)
+
+
+def spec_of(
+    *, dim: int = 4, optimizer: SparseOptimizerConfig = SGD, kind: str = "uniform", scale: float = 0.01, min_count: int = 1
+) -> TableSpec:
+    return TableSpec(f"dim{dim}-{optimizer.name}", dim, optimizer, InitializerConfig(kind=kind, scale=scale), min_count, 1000)
+
+
+def random_signs(count: int, seed: int = 0) -> np.ndarray:
+    return dedup(np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64))[0]
+
+
+def look_up(table: EmbeddingTable, signs: np.ndarray, *, insert: bool) -> np.ndarray:
+    out = np.full((len(signs), table.dim), 7.0, np.float32)
+    table.lookup(signs, out, insert=insert)
+    return out
+
+
+def stored(table: EmbeddingTable, directory: Path) -> dict[str, bytes]:
+    directory.mkdir()
+    table.snapshot(directory)
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@contextmanager
+def filled(spec: TableSpec, *, capacity_rows: int = 500, steps: int = 6, seed: int = 3, num_servers: int | None = None) -> Iterator:
+    with EmbeddingTable.create(spec, capacity_rows=capacity_rows, seed=seed, num_servers=num_servers) as table:
+        train(table, range(steps))
+        yield table
+
+
+def train(table: EmbeddingTable, steps: range, signs_per_step: int = 200, ids: int = 1500) -> None:
+    for step in steps:
+        rng = np.random.default_rng(step)
+        signs, _ = dedup(rng.integers(0, ids, signs_per_step, dtype=np.uint64))
+        look_up(table, signs, insert=True)
+        table.update(signs, rng.standard_normal((len(signs), table.dim)).astype(np.float32))
+
+
+class SlowTable:
+    """What the table must do, in plain Python: buckets are lists of signs from oldest to newest, rows a dict. SGD, one value per row."""
+
+    def __init__(self, geometry: Geometry, rate: float) -> None:
+        self.geometry = geometry
+        self.buckets: list[list[int]] = [[] for _ in range(geometry.num_buckets)]
+        self.rows: dict[int, np.float32] = {}
+        self.rate = np.float32(rate)
+
+    def places(self, sign: int) -> tuple[int, int, int]:
+        hashed = int(mix_reference(np.array([sign], np.uint64) + GOLDEN)[0])
+        multiplier = self.geometry.num_servers or int(GOLDEN)
+        spread = hashed * multiplier % 2**64
+        block, inside = divmod(spread * self.geometry.num_blocks, 2**64)
+        first = inside * self.geometry.block_buckets >> 64
+        second = (hashed << 40) % 2**64 * (self.geometry.block_buckets - 1) >> 64
+        second += second >= first
+        start = block * self.geometry.block_buckets
+        return start + first, start + second, hashed >> 24 & 1
+
+    def lookup(self, sign: int, first_value: np.float32) -> np.float32:
+        one, two, victim = self.places(sign)
+        for bucket in (self.buckets[one], self.buckets[two]):
+            if sign in bucket:
+                bucket.remove(sign)
+                bucket.append(sign)
+                return self.rows[sign]
+        full = len(self.buckets[one]) == len(self.buckets[two]) == 7
+        if full:
+            bucket = self.buckets[two if victim else one]
+            del self.rows[bucket.pop(0)]
+        else:
+            bucket = self.buckets[one if len(self.buckets[one]) <= len(self.buckets[two]) else two]
+        bucket.append(sign)
+        self.rows[sign] = first_value
+        return first_value
+
+    def update(self, sign: int, gradient: np.float32) -> None:
+        if sign in self.rows:
+            self.rows[sign] = self.rows[sign] - self.rate * gradient
+
+
+signs_of_a_call = st.lists(st.sampled_from([*range(60), *EDGE_SIGNS.tolist()]), max_size=40, unique=True)
+calls = st.lists(st.tuples(st.sampled_from(["train", "read", "update", "snapshot"]), signs_of_a_call), max_size=12)
+
+
+@given(calls=calls, capacity=st.sampled_from([1, 20, 40, 60]), num_servers=st.sampled_from([None, 1, 5]))
+@settings(max_examples=60, deadline=None)
+def test_any_stream_of_calls_does_what_the_slow_model_does(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, list[int]]], capacity: int, num_servers: int | None
+) -> None:
+    spec = spec_of(dim=1)
+    with EmbeddingTable.create(spec, capacity_rows=capacity, seed=1, num_servers=num_servers) as unlimited_first_values:
+        table = EmbeddingTable.create(spec, capacity_rows=capacity, seed=1, num_servers=num_servers)
+        model = SlowTable(table.geometry, SGD.learning_rate)
+        for verb, numbers in calls:
+            signs = np.array(numbers, np.uint64)
+            if verb == "train":
+                expected = [model.lookup(s, look_up(unlimited_first_values, np.array([s], np.uint64), insert=True)[0, 0]) for s in numbers]
+                np.testing.assert_array_equal(look_up(table, signs, insert=True)[:, 0], np.array(expected, np.float32))
+            elif verb == "read":
+                expected = [model.rows.get(s, np.float32(0.0)) for s in numbers]
+                np.testing.assert_array_equal(look_up(table, signs, insert=False)[:, 0], np.array(expected, np.float32))
+            elif verb == "update":
+                gradients = np.linspace(-1, 1, len(signs), dtype=np.float32)[:, None]
+                counts = table.update(signs, gradients)
+                assert counts.applied == sum(s in model.rows for s in numbers)
+                for sign, gradient in zip(numbers, gradients[:, 0], strict=True):
+                    model.update(sign, gradient)
+            else:
+                directory = tmp_path_factory.mktemp("snapshot")
+                meta = json.loads(json.dumps(table.snapshot(directory)))
+                table.close()
+                table = EmbeddingTable.create(spec, capacity_rows=capacity, seed=1, num_servers=num_servers)
+                table.restore(directory, meta)
+            assert table.rows == len(model.rows)
+        table.close()
+
+
+def test_every_64_bit_sign_has_a_row_of_its_own() -> None:
+    with EmbeddingTable.create(spec_of(), capacity_rows=64, seed=1) as table:
+        assert not look_up(table, EDGE_SIGNS, insert=False).any()
+        rows = look_up(table, EDGE_SIGNS, insert=True)
+        assert len(np.unique(rows, axis=0)) == len(EDGE_SIGNS)
+        table.update(EDGE_SIGNS[-1:], np.ones((1, 4), np.float32))
+        after = look_up(table, EDGE_SIGNS, insert=False)
+        np.testing.assert_array_equal(after[:-1], rows[:-1])
+        np.testing.assert_array_equal(after[-1], rows[-1] - np.float32(0.5))
+
+
+@pytest.mark.parametrize("num_servers", [None, 1, 3])
+def test_a_table_at_load_0_8_has_lost_less_than_0_2_percent(num_servers: int | None) -> None:
+    with EmbeddingTable.create(spec_of(dim=1), capacity_rows=100_000, seed=1, num_servers=num_servers) as table:
+        signs = random_signs(int(0.8 * table.geometry.num_slots * (num_servers or 1)))
+        table.lookup(signs[: route(signs, num_servers or 1)[1]], out := np.empty((table.geometry.num_slots, 1), np.float32)[: route(signs, num_servers or 1)[1]], insert=True)
+        assert len(out) > 0.79 * table.geometry.num_slots
+        assert table.evicted_total < 0.002 * len(out)
+        assert table.rows == len(out) - table.evicted_total
+
+
+def test_the_least_recently_used_rows_go_first() -> None:
+    hot = random_signs(100, seed=1)
+    with EmbeddingTable.create(spec_of(dim=1), capacity_rows=1000, seed=1) as table:
+        kept = look_up(table, hot, insert=True)
+        for step in range(100):
+            look_up(table, random_signs(50, seed=100 + step), insert=True)
+            look_up(table, hot, insert=True)
+        assert table.evicted_total > 3000
+        assert table.rows <= table.geometry.num_slots
+        np.testing.assert_array_equal(look_up(table, hot, insert=False), kept)
+        assert np.count_nonzero(look_up(table, random_signs(50, seed=100), insert=False)) == 0
+        assert np.count_nonzero(look_up(table, random_signs(50, seed=199), insert=False)) == 50
+
+
+def test_a_batch_beyond_capacity_still_gets_every_value_and_drops_the_rest() -> None:
+    signs = random_signs(1000)
+    with EmbeddingTable.create(spec_of(), capacity_rows=5000, seed=9) as large, EmbeddingTable.create(spec_of(), capacity_rows=50, seed=9) as small:
+        small_out = np.empty((1000, 4), np.float32)
+        counts = small.lookup(signs, small_out, insert=True)
+        np.testing.assert_array_equal(small_out, look_up(large, signs, insert=True))
+        assert (counts.hits, counts.inserted, counts.refused) == (0, 1000, 0)
+        assert small.rows == 1000 - counts.evicted == small.geometry.num_slots
+        updated = small.update(signs, np.zeros((1000, 4), np.float32))
+        assert (updated.applied, updated.absent) == (small.rows, 1000 - small.rows)
+
+
+def test_a_row_evicted_within_its_own_batch_is_still_read_before_it_goes() -> None:
+    with EmbeddingTable.create(spec_of(), capacity_rows=1, seed=9) as table:
+        first = random_signs(14, seed=1)
+        look_up(table, first, insert=True)
+        table.update(first, np.ones((14, 4), np.float32))
+        trained = look_up(table, first, insert=False)
+        present = trained.any(axis=1)
+        both = np.concatenate([first[present], random_signs(200, seed=2)])
+        np.testing.assert_array_equal(look_up(table, both, insert=True)[: present.sum()], trained[present])
+
+
+def test_admission_gives_a_row_at_the_third_training_look_up() -> None:
+    signs, gradients = random_signs(300), np.ones((300, 4), np.float32)
+    with EmbeddingTable.create(spec_of(min_count=3), capacity_rows=2000, seed=1) as table:
+        for _ in range(2):
+            out = np.full((300, 4), 7.0, np.float32)
+            counts = table.lookup(signs, out, insert=True)
+            assert (counts.refused, counts.inserted, out.any()) == (300, 0, False)
+            assert table.update(signs, gradients).absent == 300
+            look_up(table, signs, insert=False)  # Reading does not count.
+        assert table.lookup(signs, out, insert=True).inserted == 300
+        assert out.any(axis=1).all()
+        assert table.update(signs, gradients).applied == 300
+
+
+def test_admission_counts_other_signs_by_mistake_rarely() -> None:
+    with EmbeddingTable.create(spec_of(dim=1, min_count=2), capacity_rows=20_000, seed=1) as table:
+        table.lookup(random_signs(20_000, seed=1), np.empty((20_000, 1), np.float32), insert=True)
+        counts = table.lookup(random_signs(20_000, seed=2), np.empty((20_000, 1), np.float32), insert=True)
+        assert counts.inserted < 0.06 * 20_000  # (1 - e^(-2 * 20,000 / 96,000))^2 at most
+
+
+def test_counters_saturate_at_the_largest_threshold() -> None:
+    sign = np.array([5], np.uint64)
+    with EmbeddingTable.create(spec_of(min_count=255), capacity_rows=64, seed=1) as table:
+        inserted = [table.lookup(sign, np.empty((1, 4), np.float32), insert=True).inserted for _ in range(257)]
+        assert inserted.index(1) == 254
+
+
+def test_reading_changes_not_one_byte(tmp_path: Path) -> None:
+    with filled(spec_of(optimizer=ADAM, min_count=2)) as table:
+        before = stored(table, tmp_path / "before")
+        table.lookup(random_signs(1000), np.empty((1000, 4), np.float32), insert=False)
+        look_up(table, np.arange(1500, dtype=np.uint64), insert=False)
+        assert stored(table, tmp_path / "after") == before
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, ROWWISE, SparseOptimizerConfig(name="adagrad")], ids=lambda o: o.name)
+def test_an_update_of_absent_signs_leaves_every_row_exact(tmp_path: Path, optimizer: SparseOptimizerConfig) -> None:
+    with filled(spec_of(optimizer=optimizer, dim=5)) as table:
+        before = stored(table, tmp_path / "before")
+        absent = random_signs(777)
+        counts = table.update(absent, np.full((len(absent), 5), 1e3, np.float32))
+        assert (counts.applied, counts.absent) == (0, len(absent))
+        assert stored(table, tmp_path / "after") == before
+
+
+def test_first_values_depend_on_sign_and_seed_only() -> None:
+    signs = random_signs(3000)
+    with EmbeddingTable.create(spec_of(dim=6), capacity_rows=5000, seed=11) as one:
+        whole = look_up(one, signs, insert=True)
+    shuffled = np.random.default_rng(0).permutation(len(signs))
+    for server in range(3):
+        mine = shuffled[server_of(signs[shuffled], 3) == server]
+        with EmbeddingTable.create(spec_of(dim=6, optimizer=ADAM), capacity_rows=1500, seed=11, num_servers=3) as part:
+            for chunk in np.array_split(mine, 7):
+                np.testing.assert_array_equal(look_up(part, signs[chunk], insert=True), whole[chunk])
+    with EmbeddingTable.create(spec_of(dim=6), capacity_rows=5000, seed=12) as other:
+        assert (look_up(other, signs, insert=True) != whole).mean() > 0.999
+
+
+@pytest.mark.parametrize(("kind", "deviation", "largest"), [("uniform", 0.2 / 3**0.5, 0.2), ("normal", 0.2, 1.3), ("zeros", 0.0, 0.0)])
+def test_first_values_have_the_configured_distribution(kind: str, deviation: float, largest: float) -> None:
+    with EmbeddingTable.create(spec_of(dim=8, kind=kind, scale=0.2), capacity_rows=20_000, seed=1) as table:
+        values = look_up(table, np.arange(20_000, dtype=np.uint64), insert=True)
+    assert abs(values.mean()) < 0.003
+    assert values.std() == pytest.approx(deviation, rel=0.01)
+    assert np.abs(values).max() <= largest
+    assert np.abs(values).max() >= largest * 0.5
+    if kind != "zeros":
+        assert np.abs(np.corrcoef(values.T) - np.eye(8)).max() < 0.04
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, ROWWISE, SparseOptimizerConfig(name="sgd", momentum=0.9)], ids=lambda o: f"{o.name}{o.momentum}")
+@pytest.mark.parametrize("min_count", [1, 2])
+def test_going_on_after_restore_equals_never_having_stopped(tmp_path: Path, optimizer: SparseOptimizerConfig, min_count: int) -> None:
+    spec = spec_of(optimizer=optimizer, min_count=min_count, dim=3)
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    with filled(spec) as table:
+        meta = json.loads(json.dumps(table.snapshot(snapshot)))
+        train(table, range(6, 15))
+        expected = stored(table, tmp_path / "uninterrupted")
+        assert table.evicted_total > meta["evicted_total"]
+        total = table.evicted_total
+    with EmbeddingTable.create(spec, capacity_rows=500, seed=3) as again:
+        assert again.restore(snapshot, meta) == meta["rows"]
+        assert stored(again, tmp_path / "restored") == {path.name: path.read_bytes() for path in snapshot.iterdir()}
+        train(again, range(6, 15))
+        assert stored(again, tmp_path / "resumed") == expected
+        assert again.evicted_total == total
+
+
+def test_two_servers_become_three_with_all_rows_state_and_step_counts(tmp_path: Path) -> None:
+    spec, signs = spec_of(optimizer=ADAM), random_signs(900)
+    gradients = np.random.default_rng(0).standard_normal((4, 900, 4)).astype(np.float32)
+    with EmbeddingTable.create(spec, capacity_rows=2000, seed=5) as whole:
+        for step in range(4):
+            look_up(whole, signs, insert=True)
+            whole.update(signs, gradients[step])
+        expected = look_up(whole, signs, insert=False)
+    metas = []
+    for server in range(2):
+        (tmp_path / str(server)).mkdir()
+        mine = server_of(signs, 2) == server
+        with EmbeddingTable.create(spec, capacity_rows=1000, seed=5, num_servers=2) as part:
+            for step in range(3):
+                look_up(part, signs[mine], insert=True)
+                part.update(signs[mine], gradients[step][mine])
+            metas.append(part.snapshot(tmp_path / str(server)))
+    for server in range(3):
+        mine = server_of(signs, 3) == server
+        with EmbeddingTable.create(spec, capacity_rows=700, seed=5, num_servers=3) as part:
+            kept = [part.restore(tmp_path / str(s), metas[s], keep=lambda x, server=server: server_of(x, 3) == server) for s in range(2)]
+            assert sum(kept) == mine.sum() == part.rows
+            assert part.update(signs[mine], gradients[3][mine]).absent == 0
+            np.testing.assert_array_equal(look_up(part, signs[mine], insert=False), expected[mine])
+
+
+def test_a_smaller_table_keeps_the_rows_used_last(tmp_path: Path) -> None:
+    old, new = random_signs(1000, seed=1), random_signs(150, seed=2)
+    with EmbeddingTable.create(spec_of(optimizer=ROWWISE), capacity_rows=1000, seed=5) as table:
+        look_up(table, old, insert=True)
+        look_up(table, new, insert=True)
+        values = look_up(table, new, insert=False)
+        meta = table.snapshot(tmp_path)
+    with EmbeddingTable.create(spec_of(optimizer=ROWWISE), capacity_rows=500, seed=5) as small:
+        assert small.restore(tmp_path, meta) == meta["rows"]
+        assert small.rows <= small.geometry.num_slots
+        kept = (look_up(small, new, insert=False) == values).all(axis=1)
+        assert kept.mean() > 0.9
+        assert look_up(small, old, insert=False).any(axis=1).mean() < 0.5
+
+
+@pytest.mark.parametrize("name", ["signs", "slots", "recency", "rows", "scalars", "counters"])
+@pytest.mark.parametrize("damage", ["short", "flipped", "missing", "empty", "header"])
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, damage: str) -> None:
+    spec, path = spec_of(optimizer=ADAM, min_count=2), tmp_path / f"{name}.npy"
+    with filled(spec) as table:
+        meta = table.snapshot(tmp_path)
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    else:
+        content[-5] ^= 0x10
+        if damage == "header":
+            content[20] ^= 0x40
+        path.write_bytes({"short": content[:-5], "flipped": content, "empty": b"", "header": content}[damage])
+    with EmbeddingTable.create(spec, capacity_rows=500, seed=3) as again, pytest.raises(CheckpointError, match=rf"{name}\.npy"):
+        again.restore(tmp_path, meta)
+
+
+@pytest.mark.parametrize("other", [spec_of(optimizer=ADAM, dim=5), spec_of(optimizer=SGD), spec_of(optimizer=ROWWISE)], ids=lambda s: s.name)
+def test_another_tables_snapshot_is_refused(tmp_path: Path, other: TableSpec) -> None:
+    with filled(spec_of(optimizer=ADAM)) as table:
+        meta = table.snapshot(tmp_path)
+    with EmbeddingTable.create(other, capacity_rows=500, seed=3) as again:
+        with pytest.raises(CheckpointError, match=other.name):
+            again.restore(tmp_path, meta)
+        with pytest.raises(CheckpointError, match="format 99"):
+            again.restore(tmp_path, {**meta, "format_version": 99})
+
+
+def test_a_table_beyond_memory_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "available_bytes", lambda: 5 * 2**30)
+    spec = spec_of(dim=16, optimizer=SparseOptimizerConfig(name="adagrad"))
+    with pytest.raises(CapacityError, match=r"table dim16-adagrad needs 15\.\d GiB, 5\.0 GiB available: lower embedding.capacity_rows from 1000 "):
+        EmbeddingTable.create(spec, capacity_rows=100_000_000, seed=0)
+    monkeypatch.setattr(table_module, "available_bytes", lambda: None)
+    with pytest.raises(CapacityError, match="more than the system gives"):
+        EmbeddingTable.create(spec, capacity_rows=10**15, seed=0)
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_capacity_must_be_positive(capacity: int) -> None:
+    with pytest.raises(CapacityError, match=f"capacity_rows is {capacity}"):
+        EmbeddingTable.create(spec_of(), capacity_rows=capacity, seed=0)
+
+
+def test_admission_thresholds_beyond_the_counters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="256"):
+        EmbeddingTable.create(spec_of(min_count=256), capacity_rows=10, seed=0)
+
+
+def test_wrong_arrays_are_refused() -> None:
+    signs, good = np.arange(3, dtype=np.uint64), np.zeros((3, 4), np.float32)
+    locked = good.copy()
+    locked.flags.writeable = False
+    with EmbeddingTable.create(spec_of(), capacity_rows=10, seed=0) as table:
+        for wrong in (signs.astype(np.int64), signs.reshape(3, 1)):
+            with pytest.raises(ValueError, match="signs must be uint64"):
+                table.lookup(wrong, good, insert=True)
+        for wrong in (good[:, :3], good[:2], good.astype(np.float64), good.astype(np.float16)):
+            with pytest.raises(ValueError, match=r"must be float32 \[3, 4\]"):
+                table.lookup(signs, wrong, insert=True)
+            with pytest.raises(ValueError, match=r"must be float32 \[3, 4\]"):
+                table.update(signs, wrong)
+        for wrong in (locked, np.zeros((3, 8), np.float32)[:, ::2]):
+            with pytest.raises(ValueError, match="writable"):
+                table.lookup(signs, wrong, insert=True)
+        assert table.rows == 0
+
+
+def test_read_only_strided_and_unaligned_inputs_do(tmp_path: Path) -> None:
+    signs, gradients = random_signs(50), np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
+    buffer = b"\0" + signs.tobytes() + gradients.tobytes()
+    odd_signs = np.frombuffer(buffer, np.uint64, 50, offset=1)
+    odd_gradients = np.frombuffer(buffer, np.float32, 200, offset=401).reshape(50, 4)
+    with EmbeddingTable.create(spec_of(), capacity_rows=100, seed=0) as one, EmbeddingTable.create(spec_of(), capacity_rows=100, seed=0) as two:
+        look_up(one, signs, insert=True)
+        one.update(signs, gradients)
+        look_up(two, odd_signs, insert=True)
+        two.update(np.repeat(signs, 2)[::2], odd_gradients)
+        np.testing.assert_array_equal(look_up(one, signs, insert=False), look_up(two, signs, insert=False))
+
+
+def test_an_empty_batch_and_an_empty_snapshot_are_fine(tmp_path: Path) -> None:
+    none, rows = np.empty(0, np.uint64), np.empty((0, 4), np.float32)
+    with EmbeddingTable.create(spec_of(optimizer=ADAM), capacity_rows=10, seed=0) as table:
+        assert table.lookup(none, rows, insert=True).inserted == table.lookup(none, rows, insert=False).hits == 0
+        assert table.update(none, rows).applied == 0
+        assert len(table.sample(5)[0]) == 0
+        meta = table.snapshot(tmp_path)
+    for capacity in (10, 1000):
+        with EmbeddingTable.create(spec_of(optimizer=ADAM), capacity_rows=capacity, seed=0) as again:
+            assert again.restore(tmp_path, meta) == again.rows == 0
+
+
+def test_a_closed_table_says_so_and_an_unclosed_one_warns() -> None:
+    table = EmbeddingTable.create(spec_of(), capacity_rows=10, seed=0)
+    table.close()
+    table.close()
+    assert table.memory_bytes == 0
+    with pytest.raises(TrainingError, match="closed"):
+        look_up(table, EDGE_SIGNS, insert=True)
+    leaked = EmbeddingTable.create(spec_of(), capacity_rows=10, seed=0)
+    with pytest.warns(ResourceWarning, match="not closed"):
+        leaked.__del__()
+    assert leaked.memory_bytes == 0
+
+
+def test_the_learning_rate_can_be_scheduled() -> None:
+    sign, one = np.array([1], np.uint64), np.ones((1, 4), np.float32)
+    with EmbeddingTable.create(spec_of(kind="zeros"), capacity_rows=10, seed=0) as table:
+        look_up(table, sign, insert=True)
+        table.set_learning_rate(0.25)
+        table.update(sign, one)
+        np.testing.assert_array_equal(look_up(table, sign, insert=False), -0.25 * one)
+        assert table.learning_rate == 0.25
+
+
+def test_a_sample_holds_different_rows_with_their_values() -> None:
+    with filled(spec_of(optimizer=ADAM), capacity_rows=200) as table:
+        for count in (1, 7, table.rows, table.rows + 1):
+            signs, values = table.sample(count)
+            assert len(np.unique(signs)) == len(signs) == min(count, table.rows)
+            np.testing.assert_array_equal(values, look_up(table, signs, insert=False))
+
+
+@pytest.mark.parametrize("min_count", [1, 2])
+def test_memory_is_at_most_16_bytes_per_row_beside_values_and_state_at_load_0_9(min_count: int) -> None:
+    with EmbeddingTable.create(spec_of(dim=16, optimizer=ROWWISE, min_count=min_count), capacity_rows=100_000, seed=0) as table:
+        payload = (16 + 1) * 4 * table.geometry.num_slots
+        assert 0 < table.memory_bytes - payload <= 16 * 0.9 * table.geometry.num_slots
