@@ -43,8 +43,9 @@ def run(config: Path, overrides: tuple[str, ...], resume: str | None) -> None:
     from pipelines.run_local import run_local
     from pipelines.runs import find_run
     from pipelines.summary import run_report
+    from training.checkpoint import newest_checkpoint
 
-    start = find_run(loaded.output.root, resume)[1] / "train" if resume else None
+    start = newest_checkpoint(find_run(loaded.output.root, resume)[1] / "train") if resume else None
     record, run_dir = run_local(loaded, view(), resume=start)
     click.echo(run_report(record, run_dir))
     if record.error:

@@ -42,6 +42,7 @@ class PlainView:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last_progress = 0.0
+        self._unwritten: Event | None = None
 
     def __enter__(self) -> PlainView:
         return self
@@ -50,17 +51,26 @@ class PlainView:
         self._stream.flush()
 
     def handle(self, event: Event) -> None:
-        """Write a line for a stage's start and end, for notes, and now and then for progress."""
+        """Write a line for a stage's start and end, for notes, and now and then for progress; the last progress of training always."""
         if event["kind"] == "stage" and event["status"] == "started":
             self._last_progress = event["time"]
             self._write(f"{event['name']:<11}started")
         elif event["kind"] == "stage":
+            if self._unwritten is not None and progress_text(self._unwritten):
+                self._write_progress(self._unwritten)
+            self._unwritten = None
             self._write(stage_line(event))
         elif event["kind"] == "note":
             self._write(f"{event['stage']:<11}note      {event['message']}")
         elif event["kind"] == "progress" and event["time"] - self._last_progress >= _PLAIN_SECONDS:
             self._last_progress = event["time"]
-            self._write(f"{event['stage']:<11}{percent(event):>4.0f} %    {progress_text(event)}")
+            self._write_progress(event)
+        elif event["kind"] == "progress":
+            self._unwritten = event
+
+    def _write_progress(self, event: Event) -> None:
+        self._unwritten = None
+        self._write(f"{event['stage']:<11}{percent(event):>4.0f} %    {progress_text(event)}")
 
     def _write(self, line: str) -> None:
         self._stream.write(line.rstrip() + "\n")

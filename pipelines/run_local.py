@@ -30,6 +30,11 @@ from pipelines.runs import RunRecord, begin, previous_data
 from training.config import Config
 
 GRACE_SECONDS = 10.0
+_SETTINGS = {
+    "PYTHONSAFEPATH": "1",  # a folder `training` in the current directory must not shadow ours
+    "PYTHONUNBUFFERED": "1",  # the log is complete up to the moment of a failure
+    "PYTHONHASHSEED": "0",  # kfp.local keeps tasks in sets: without it their order changes from run to run
+}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,8 +42,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_local(config: Config, view: View, *, resume: Path | None = None) -> tuple[RunRecord, Path]:
     """Compile and run the pipeline; returns the ended record and the run's directory.
 
-    A failing stage is no exception here: it stands in the record. ``resume`` is a checkpoint, or the ``train`` directory of a run that
-    was cut off. Nothing of the run is alive when this returns.
+    A failing stage is no exception here: it stands in the record. ``resume`` is a checkpoint to go on from. Nothing of the run is
+    alive when this returns.
     """
     with _Stop() as stop:
         pipeline = compile_pipeline()
@@ -94,12 +99,11 @@ def _execute(record: RunRecord, run_dir: Path, view: View, stop: _Stop) -> None:
 @contextmanager
 def _runner(run_dir: Path, stop: _Stop) -> Iterator[subprocess.Popen[bytes]]:
     """The process that executes the pipeline. Leaving the block ends it and every other process of the run, and removes their files."""
-    scratch = tempfile.mkdtemp(prefix="satrap-")
+    scratch = tempfile.mkdtemp(prefix="satrap-")  # its TMPDIR: kfp never removes its temporary files
     log = run_dir / "logs" / "pipeline.log"
     log.parent.mkdir(exist_ok=True)
     lifeline, ours = os.pipe()
-    # Safe path: a folder `training` in the current directory must not shadow ours. TMPDIR: kfp never removes its temporary files.
-    environment = {**os.environ, processes.MARK: str(run_dir), "TMPDIR": scratch, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, processes.MARK: str(run_dir), **_SETTINGS, "TMPDIR": scratch}
     try:
         with log.open("ab") as output:
             runner = subprocess.Popen(

@@ -68,7 +68,7 @@ class Board:
         """A sample of rows for the embedding projector, labelled by sign."""
         self._writer.add_embedding(torch.from_numpy(values.copy()), [f"{sign:016x}" for sign in signs], tag=tag, global_step=step)
 
-    def hyper_parameters(self, config: Config, metrics: Mapping[str, float]) -> None:
+    def hyper_parameters(self, step: int, config: Config, metrics: Mapping[str, float]) -> None:
         """The run's settings beside its final metrics, for the HParams tab; written into the run's own directory."""
         training, embedding = config.training, config.embedding
         settings: dict[str, str | float | int] = {
@@ -87,4 +87,4 @@ class Board:
             "dense_learning_rate": training.dense_optimizer.learning_rate,
             "wire_dtype": training.wire_dtype,
         }
-        self._writer.add_hparams(settings, {f"final/{name}": value for name, value in metrics.items()}, run_name=".")
+        self._writer.add_hparams(settings, {f"final/{name}": value for name, value in metrics.items()}, run_name=".", global_step=step)

@@ -416,7 +416,7 @@ class ValidationConfig(Section):
     """Thresholds of the validate stage."""
 
     min_train_rows: PositiveInt = Field(1, description="The stage fails below it.")
-    missing_rate: Threshold = Field(Threshold(warn=0.5, fail=1.0), description="Share of missing values per feature in train.")
+    missing_rate: Threshold = Field(Threshold(warn=0.5, fail=0.999), description="Share of missing values per feature in train.")
     missing_rate_change: Threshold = Field(
         Threshold(warn=0.05, fail=0.5), description="|change of the missing rate| against the previous run."
     )

@@ -189,7 +189,6 @@ def draw(plot: Callable[[Any], None], *, width: float = 6.0, height: float = 4.0
         axes.grid(visible=True, color="#e6e9ed", linewidth=0.8)
         axes.set_axisbelow(True)
         plot(axes)
-        result.draw_without_rendering()  # settles the layout while the settings hold
     return result
 
 

@@ -57,7 +57,13 @@ def test_plain_output_shows_progress_only_now_and_then():
         {"time": 14.0, "kind": "artifact", "name": "x", "path": "/x"},
         {"time": 15.0, "kind": "stage", "name": "train", "status": "succeeded", "seconds": 15.0, "message": ""},
     )
-    assert [line.split()[0:2] for line in lines] == [["train", "started"], ["train", "25"], ["train", "note"], ["train", "done"]]
+    assert [line.split()[0:2] for line in lines] == [
+        ["train", "started"],
+        ["train", "25"],
+        ["train", "note"],
+        ["train", "25"],
+        ["train", "done"],
+    ]
 
 
 def test_the_live_view_draws_the_bar_and_keeps_finished_stages():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +23,17 @@ TOP_VALUES = 10
 
 def render(report: ValidationReport, config: Config, manifest: Manifest, before: Manifest | None) -> str:
     """The page of a validation report."""
-    blocks = [_verdict(report), _tiles(report), *_findings(report), *_splits(report, manifest)]
-    blocks += _missing(report, config)
-    if before is not None:
-        blocks += [*_drift(report, config), *_distributions(report, manifest, before)]
+    same = before is not None and before.fingerprint == manifest.fingerprint
+    other = None if same else before
+    blocks = [_verdict(report), _tiles(report), *_findings(report), *_splits(report, manifest), *_missing(report, config)]
+    blocks += _drift(report, config) if other is not None else []
+    blocks += _distributions(report, manifest, other)
     blocks += [build.heading("All features"), _feature_table(report), *_method(before is not None)]
     subtitle = f"data {report.fingerprint[:12]}"
-    if report.previous_fingerprint is not None:
-        same = report.previous_fingerprint == report.fingerprint
-        subtitle += (
-            " · the same data as in the previous run"
-            if same
-            else f" · compared with the previous run's data {report.previous_fingerprint[:12]}"
-        )
+    if same:
+        subtitle += " · the same data as in the previous run"
+    elif before is not None:
+        subtitle += f" · compared with the previous run's data {before.fingerprint[:12]}"
     return build.page(f"Data validation: {report.name}", blocks, subtitle=subtitle)
 
 
@@ -134,7 +133,7 @@ class _Bars:
                 axes.barh(rows - 0.18, second, 0.36, color=build.PALETTE[1], label=self.names[1])
             if self.noise is not None:
                 axes.plot(noise, rows, "|", color="#1c2430", markersize=10, label="sampling noise alone")
-            top = self._limits(axes, max(*first, *second, *noise, 1e-9), scale)
+            top = self._limits(axes, max(*first, *second, *noise, 1.0 if self.percent else 0.01), scale)
             axes.set_xlim(0, top * 1.06)
             axes.set_yticks(rows, [build.figure_text(self.features[i]) for i in order])
             axes.set_ylim(-0.7, len(order) - 0.3)
@@ -216,66 +215,73 @@ def _drift(report: ValidationReport, config: Config) -> list[Html]:
     return [title, build.grid([js.figure(), psi.figure()])]
 
 
-def _distributions(report: ValidationReport, manifest: Manifest, before: Manifest) -> list[Html]:
-    compared = sorted((f for f in report.features if f.js_divergence is not None), key=lambda f: -(f.js_divergence or 0.0))
-    figures = []
-    for feature in compared[:MAX_HISTOGRAMS]:
-        caption = f"{feature.name}: Jensen-Shannon {build.number(feature.js_divergence)} bits, PSI {build.number(feature.psi)}"
-        if feature.kind == "dense":
-            pair = (manifest.splits["train"].dense[feature.name], before.splits["train"].dense[feature.name])
-            figures.append(build.figure(build.draw(_histogram(*pair), width=5.6, height=2.9), caption))
-        else:
-            slots = (manifest.splits["train"].slots[feature.name], before.splits["train"].slots[feature.name])
-            if any(value not in dict(slots[1].top) for value, _ in slots[0].top[:TOP_VALUES]):
-                caption += f". No second bar: not among the previous run's {len(slots[1].top)} most frequent values"
-            figures.append(build.figure(build.draw(_top_values(*slots), width=5.6, height=3.3), caption))
-    if not figures:
+def _distributions(report: ValidationReport, manifest: Manifest, before: Manifest | None) -> list[Html]:
+    """The features that changed most (or the first ones), each with the previous run where it can be compared."""
+    train = manifest.splits.get("train")
+    if train is None or not report.features:
         return []
-    text = f"Of the {MAX_HISTOGRAMS} features that changed most." if len(compared) > MAX_HISTOGRAMS else ""
-    return [build.heading("Distributions in train"), *([build.paragraph(text)] if text else []), build.grid(figures)]
+    features = sorted(report.features, key=lambda f: -(f.js_divergence or 0.0))
+    figures = []
+    for feature in features[:MAX_HISTOGRAMS]:
+        # Distances exist only if both runs counted the feature alike.
+        then = before.splits.get("train") if before is not None and feature.js_divergence is not None else None
+        caption = feature.name
+        if then is not None:
+            caption += f": Jensen-Shannon {build.number(feature.js_divergence)} bits, PSI {build.number(feature.psi)}"
+        if feature.kind == "dense":
+            plot = _histogram(train.dense[feature.name], None if then is None else then.dense[feature.name])
+        else:
+            ours, theirs = train.slots[feature.name], None if then is None else then.slots[feature.name]
+            plot = _top_values(ours, theirs)
+            if theirs is not None and any(value not in dict(theirs.top) for value, _ in ours.top[:TOP_VALUES]):
+                caption += f". No second bar: not among the previous run's {len(theirs.top)} most frequent values"
+        figures.append(build.figure(build.draw(plot, width=5.6, height=2.9 if feature.kind == "dense" else 3.3), caption))
+    more = len(features) > MAX_HISTOGRAMS
+    text = f"The {MAX_HISTOGRAMS} {'features that changed most' if before is not None else 'first features'} of {len(features)}."
+    return [build.heading("Distributions in train"), *([build.paragraph(text)] if more else []), build.grid(figures)]
 
 
-def _histogram(ours: DenseStatistics, theirs: DenseStatistics) -> Any:
-    """Shares of values per bucket of both runs, over the buckets in use."""
-    shares = np.array([np.asarray(s.counts, np.float64) / max(sum(s.counts), 1) for s in (ours, theirs)])
+def _histogram(ours: DenseStatistics, theirs: DenseStatistics | None) -> Callable[[Any], None]:
+    """Shares of values per bucket, over the buckets in use."""
+    runs = [("this run", ours), *([("previous run", theirs)] if theirs is not None else [])]
+    shares = np.array([100 * np.asarray(run.counts, np.float64) / max(sum(run.counts), 1) for _, run in runs])
     used = np.flatnonzero(shares.sum(axis=0))
     first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
-    edges = [f"{edge:.3g}" for edge in ours.edges]
 
     def plot(axes: Any) -> None:
-        at = np.arange(first, last + 1)
-        axes.stairs(100 * shares[0][first : last + 1], np.arange(first, last + 2), fill=True, alpha=0.3, color=build.PALETTE[0])
-        axes.stairs(100 * shares[0][first : last + 1], np.arange(first, last + 2), color=build.PALETTE[0], linewidth=1.6, label="this run")
-        axes.stairs(
-            100 * shares[1][first : last + 1], np.arange(first, last + 2), color=build.PALETTE[1], linewidth=1.6, label="previous run"
-        )
-        inner = [i for i in range(first + 1, last + 1) if i - 1 < len(edges)]
+        bounds = np.arange(first, last + 2)
+        axes.stairs(shares[0][first : last + 1], bounds, fill=True, alpha=0.3, color=build.PALETTE[0])
+        for i, (name, _) in enumerate(runs):
+            axes.stairs(shares[i][first : last + 1], bounds, color=build.PALETTE[i], linewidth=1.6, label=name)
+        inner = [i for i in range(first + 1, last + 1) if i <= len(ours.edges)]
         step = max(1, -(-len(inner) // 7))
-        axes.set_xticks(inner[::step], [edges[i - 1] for i in inner[::step]])
-        axes.set_xlim(first, first + len(at))
+        axes.set_xticks(inner[::step], [f"{ours.edges[i - 1]:.3g}" for i in inner[::step]])
+        axes.set_xlim(first, last + 1)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("Value (uneven buckets)")
         axes.set_ylabel("Values (%)")
-        axes.legend(fontsize=9)
+        if theirs is not None:
+            axes.legend(fontsize=9)
 
     return plot
 
 
-def _top_values(ours: SlotStatistics, theirs: SlotStatistics) -> Any:
+def _top_values(ours: SlotStatistics, theirs: SlotStatistics | None) -> Callable[[Any], None]:
     """Shares of the most frequent values of this run, and of the previous one where they are among its most frequent."""
-    then = dict(theirs.top)
     top = ours.top[:TOP_VALUES]
 
     def plot(axes: Any) -> None:
         rows = np.arange(len(top))[::-1]
-        axes.barh(rows + 0.19, [100 * n / max(ours.ids, 1) for _, n in top], 0.36, color=build.PALETTE[0], label="this run")
-        axes.barh(
-            rows - 0.19, [100 * then.get(v, 0) / max(theirs.ids, 1) for v, _ in top], 0.36, color=build.PALETTE[1], label="previous run"
-        )
+        shift, height = (0.0, 0.62) if theirs is None else (0.19, 0.36)
+        axes.barh(rows + shift, [100 * n / max(ours.ids, 1) for _, n in top], height, color=build.PALETTE[0], label="this run")
+        if theirs is not None:
+            then = dict(theirs.top)
+            shares = [100 * then.get(value, 0) / max(theirs.ids, 1) for value, _ in top]
+            axes.barh(rows - shift, shares, height, color=build.PALETTE[1], label="previous run")
+            axes.legend(fontsize=9, loc="lower right")
         axes.set_yticks(rows, [build.figure_text(value) or "(missing)" for value, _ in top], fontsize=9)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("Occurrences (%), most frequent values")
-        axes.legend(fontsize=9, loc="lower right")
 
     return plot
 

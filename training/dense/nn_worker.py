@@ -326,7 +326,7 @@ class NNWorker:
             result = self._checkpoint_of(self.progress.best_step)
         if self.rank == 0 and self.around.board is not None:
             final = {**self.progress.metrics, "skipped_steps": float(self.progress.skipped_steps)}
-            self.around.board.hyper_parameters(self.config, final)
+            self.around.board.hyper_parameters(self.progress.step, self.config, final)
             self._project(self.around.board)
         return result
 

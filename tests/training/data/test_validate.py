@@ -158,6 +158,8 @@ def test_data_as_declared_passes_and_both_reports_are_written(data, tmp_path):
     html = (tmp_path / "report" / "report.html").read_text()
     assert "All checks passed." in html
     assert "Drift" not in html
+    assert "Distributions in train" in html
+    assert "previous run" not in html
 
 
 def test_the_same_data_as_before_shows_no_drift_at_all(data, tmp_path):
