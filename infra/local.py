@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -17,8 +18,10 @@ from training.events import read_events
 
 _STATE_FLOATS = {"sgd": (0, 0), "adagrad": (1, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0)}
 """Optimizer state as float32 numbers: (per value of the row, per row). sgd with momentum keeps one more per value."""
-_ROW_OVERHEAD_BYTES = 48
-"""Index entry, recency, step count and admission counter of a row, and the index's spare buckets: an upper bound, see tests/infra."""
+_INDEX_BYTES = 16
+"""Sign, recency, step count and admission counters per place of a table."""
+_PLACES_PER_ROW = 1.25
+"""A table holds more places than rows, so that it runs full before it evicts. Both bound training.embedding.table, see tests/infra."""
 _LAST_STAGE = "register"
 """A run that did not come through it has failed, whatever an orchestrator says."""
 _USABLE_SHARE = 0.8
@@ -74,10 +77,10 @@ def measure() -> Machine:
 
 
 def row_bytes(spec: TableSpec) -> int:
-    """Bytes one row of a table takes at most: its values, its optimizer state and its share of the index."""
+    """Bytes one row of a table takes at most: its values, its optimizer state, its share of the index and of spare places."""
     per_value, per_row = _STATE_FLOATS[spec.optimizer.name]
     per_value += _has_momentum(spec.optimizer)
-    return 4 * (spec.dim * (1 + per_value) + per_row) + _ROW_OVERHEAD_BYTES
+    return math.ceil(_PLACES_PER_ROW * (4 * (spec.dim * (1 + per_value) + per_row) + _INDEX_BYTES))
 
 
 def provision(config: Config, run_dir: Path, *, machine: Machine | None = None) -> Provision:

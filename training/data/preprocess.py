@@ -56,10 +56,11 @@ def preprocess(
     ``DeadLetterError`` (the dead letters then lie in ``<output_dir>.dead``), ``DataError``, ``ConfigError``.
     """
     check_transforms(config)
+    output_dir = output_dir.absolute()
     files = find_files(config.data.paths)
     sources = digest_files(files)
     key = _key(config, sources)
-    if reuse and (manifest := _reusable(output_dir, key)):
+    if reuse and (manifest := _reusable(output_dir, key, config)):
         return manifest
     _check_output(output_dir)
     wanted = Wanted.by(config)
@@ -69,13 +70,14 @@ def preprocess(
         try:
             _run(config, folder, opened, sources, key=key, dead_dir=dead_dir, runner=(runner, num_workers))
         except errors.DeadLetterError:
+            _remove_dead_letters(dead_dir)
             _replace(folder.root / "dead", dead_dir)
             raise
         manifest = Manifest.load(folder.root)
         shutil.rmtree(folder.root / "work")
         _replace(folder.root, output_dir)
-        shutil.rmtree(dead_dir, ignore_errors=True)
-    _note_oddities(manifest, events)
+        _remove_dead_letters(dead_dir)
+    _note_oddities(manifest, opened, config, events)
     return manifest
 
 
@@ -94,8 +96,8 @@ def _key(config: Config, sources: list[SourceEntry]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _reusable(output_dir: Path, key: str) -> Manifest | None:
-    """The manifest there, if it has this key and its shards are in place."""
+def _reusable(output_dir: Path, key: str, config: Config) -> Manifest | None:
+    """The manifest there, if it has this key, its shards are in place and its malformed records are not too many."""
     if not (output_dir / "manifest.json").exists():
         return None
     try:
@@ -103,7 +105,9 @@ def _reusable(output_dir: Path, key: str) -> Manifest | None:
     except errors.ManifestError:
         return None
     whole = all((output_dir / s.file).is_file() and (output_dir / s.file).stat().st_size == s.bytes for s in manifest.shards)
-    return manifest if manifest.data_key == key and whole else None
+    dead, good = sum(manifest.dead.values()), sum(statistics.rows for statistics in manifest.splits.values())
+    tolerable = dead <= config.data.max_dead_fraction * (dead + good)
+    return manifest if manifest.data_key == key and whole and tolerable else None
 
 
 def _check_output(output_dir: Path) -> None:
@@ -164,14 +168,20 @@ def _is_locked(path: Path) -> bool:
 
 def _replace(made: Path, target: Path) -> None:
     """Rename ``made`` to ``target``, moving what is there out of the way first."""
-    (made / "work.lock").unlink(missing_ok=True)
     old = None
     if target.exists():
         old = made.with_name(f"{made.name}.old")
         target.rename(old)
     made.rename(target)
+    (target / "work.lock").unlink(missing_ok=True)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_dead_letters(folder: Path) -> None:
+    """Remove a folder of dead letters that an earlier run left, and nothing else that may have this name."""
+    if folder.is_dir() and all(path.match("part-*.jsonl") for path in folder.iterdir()):
+        shutil.rmtree(folder)
 
 
 class _Progress:
@@ -270,7 +280,16 @@ def _quiet_beam() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _note_oddities(manifest: Manifest, events: EventLog) -> None:
+def _note_oddities(manifest: Manifest, files: list[SourceFile], config: Config, events: EventLog) -> None:
+    if config.data.format in ("csv", "tsv"):
+        for file in files:
+            if file.header != config.data.header:
+                found = (
+                    "its first line repeats data.columns and is no record"
+                    if file.header
+                    else "no header line; read with the columns of the files before it"
+                )
+                events.emit("note", stage="preprocess", message=f"{file.path}: {found}")
     for split, statistics in manifest.splits.items():
         if not statistics.rows:
             events.emit("note", stage="preprocess", message=f"the {split} split is empty")

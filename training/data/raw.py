@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from training.config import Config
 from training.data.dead_letters import Faults
-from training.data.signs import chain_spans
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -50,6 +49,10 @@ class RawColumn:
     starts: I64
     ends: I64
 
+    def take(self, rows: I64) -> RawColumn:
+        """The chosen records; the bytes are shared."""
+        return RawColumn(self.data, self.starts[rows], self.ends[rows])
+
 
 @dataclass(frozen=True)
 class RawList:
@@ -81,12 +84,3 @@ class RawRecords:
 
     def __len__(self) -> int:
         return len(self.lines)
-
-    def hashes(self, columns: tuple[RawColumn, ...], rows: I64, seed: int) -> npt.NDArray[np.uint64]:
-        """A stable hash of several columns of the chosen rows: each column's hash is the seed of the next. uint64 [len(rows)]."""
-        values = np.full(len(rows), seed, np.uint64)
-        for column in columns:
-            starts = np.maximum(column.starts[rows], 0)
-            ends = np.where(column.starts[rows] < 0, 0, column.ends[rows])
-            values = chain_spans(column.data, starts, ends, values)
-        return values

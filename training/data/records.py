@@ -123,7 +123,8 @@ class RecordParser:
             assert split.column is not None
             return split_by_column(columns.raw, columns.rows, columns.text(split.column), split, faults)
         if split.by == "hash":
-            return split_by_hash(columns.raw, columns.rows, split)
+            whole = [part.take(columns.rows) for part in columns.raw.identity]
+            return split_by_hash([columns.text(name) for name in split.key] or whole, split)
         if self.cut_points is None:
             return None
         assert time is not None

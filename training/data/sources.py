@@ -2,7 +2,7 @@
 
 A chunk is a run of whole records: a byte range of a csv, tsv or jsonl file, a row group of a Parquet file, or all of a gz file,
 which cannot be entered in the middle. gz files are read piece by piece, so memory stays bounded.
-A new format is one entry of ``_open_columns``, ``plan_chunks`` and ``read_chunk``.
+A new format is one entry of ``_Naming.of``, ``plan_chunks`` and ``read_chunk``.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class SourceFile:
     """Bytes (unpacked) before the first record: byte order mark and header."""
     first_line: int
     """Line number of the first byte after ``offset``."""
+    header: bool
+    """Whether its first record is a header."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,13 @@ def open_sources(files: Sequence[Path], data: DataConfig, wanted: Wanted) -> lis
     Raises ``SourceError`` if wanted columns are missing, or no file has a record.
     """
     opened: list[SourceFile] = []
-    names: tuple[str, ...] = tuple(data.columns) if not data.header else ()
+    naming = _Naming(data, wanted)
     for path in files:
         head = _Head.read(path, data)
         if head.empty:
             continue
-        columns, skip = _open_columns(path, head, data, names, wanted)
+        columns, skip = naming.of(path, head)
         _check_columns(path, columns, wanted, data)
-        names = names or columns
         if skip and not head.more_than_header:
             continue
         offset = head.bom + (head.header_bytes if skip else 0)
@@ -255,24 +256,41 @@ def _is_packed(path: Path) -> bool:
     return magic != b""
 
 
-def _open_columns(path: Path, head: _Head, data: DataConfig, names: tuple[str, ...], wanted: Wanted) -> tuple[tuple[str, ...], bool]:
-    """The columns of a file, and whether its first record is a header to skip.
+class _Naming:
+    """Names the columns of one file after the other, and says whether a file's first record is a header to skip.
 
-    ``names``: the columns of the files before it, or those declared. A file whose first record holds no wanted name but has as
-    many fields continues the file before it; without ``header``, a first record equal to the declared columns is one all the same.
+    A file whose first record holds no wanted name but as many fields as the files before it goes on where they ended. With both a
+    header and declared columns, the declared names take the place of the header's. Without ``header``, a first record equal to the
+    declared columns is a header all the same.
     """
-    if data.format == "parquet":
-        return parquet.column_names(path), False
-    if data.format == "jsonl":
-        return (), False
-    first = split_header(head.first, _file_dialect(data), data.encoding)
-    if not data.header:
-        return names, first == names
-    if names and not set(first) & set(wanted.columns) and len(first) in (len(names), len(names) - 1):
-        return names, False
-    if twice := sorted({name for name in first if first.count(name) > 1} & set(wanted.columns)):
-        raise SourceError(f"{path}: column {twice[0]!r} occurs twice in the header; rename one of them")
-    return first, True
+
+    def __init__(self, data: DataConfig, wanted: Wanted) -> None:
+        self._data, self._wanted = data, wanted
+        self._names: tuple[str, ...] = tuple(data.columns)
+        self._header: tuple[str, ...] = () if data.header else self._names
+
+    def of(self, path: Path, head: _Head) -> tuple[tuple[str, ...], bool]:
+        """(columns, whether to skip the first record); raises ``SourceError``."""
+        data = self._data
+        if data.format == "parquet":
+            return parquet.column_names(path), False
+        if data.format == "jsonl":
+            return (), False
+        first = split_header(head.first, _file_dialect(data), data.encoding)
+        if not data.header or (data.columns and self._header):
+            return self._names, first == self._header
+        if data.columns and len(first) != len(data.columns):
+            raise SourceError(f"{path}: the header has {len(first)} fields, data.columns {len(data.columns)} names; make them match")
+        if self._names and not data.columns and self._continues(first):
+            return self._names, False
+        if twice := sorted({name for name in first if first.count(name) > 1} & set(self._wanted.columns)):
+            raise SourceError(f"{path}: column {twice[0]!r} occurs twice in the header; rename one of them")
+        self._header = self._header or first
+        self._names = self._names or first
+        return (self._names if data.columns else first), True
+
+    def _continues(self, first: tuple[str, ...]) -> bool:
+        return not set(first) & set(self._wanted.columns) and len(first) in (len(self._names), len(self._names) - 1)
 
 
 def _check_columns(path: Path, columns: tuple[str, ...], wanted: Wanted, data: DataConfig) -> None:

@@ -10,7 +10,8 @@ import xxhash
 
 from training.config import Fractions, SplitConfig
 from training.data.dead_letters import Faults
-from training.data.raw import RawRecords
+from training.data.raw import RawColumn, RawRecords
+from training.data.signs import chain_spans
 from training.data.spans import TextColumn, TextTable
 
 I8 = npt.NDArray[np.int8]
@@ -23,14 +24,13 @@ def fractions_of(split: SplitConfig) -> Fractions:
     return split.fractions or Fractions()
 
 
-def split_by_hash(raw: RawRecords, rows: I64, split: SplitConfig) -> I8:
-    """By a stable hash of the key columns or of the whole record: equal keys, equal split; int8 [len(rows)]."""
-    columns = tuple(raw.scalars[name] for name in split.key) or raw.identity
+def split_by_hash(columns: Sequence[RawColumn | TextColumn], split: SplitConfig) -> I8:
+    """By a stable hash of ``columns``, the key or the whole record: equal keys, equal split; int8 [N]."""
     shares = fractions_of(split)
     bounds = np.array([shares.train, shares.train + shares.valid])
     if shares.test == 0.0:
         bounds[1] = 1.0
-    return np.searchsorted(bounds, unit_hashes(raw, columns, rows, split.salt), side="right").astype(np.int8)
+    return np.searchsorted(bounds, unit_hashes(columns, split.salt), side="right").astype(np.int8)
 
 
 def split_by_column(raw: RawRecords, rows: I64, column: TextColumn, split: SplitConfig, faults: Faults) -> I8:
@@ -44,7 +44,7 @@ def split_by_column(raw: RawRecords, rows: I64, column: TextColumn, split: Split
     faults.add(rows[found < 0], "unknown split", lambda row: f"{split.column}: {column.text(int(place[row]))!r} is none of {texts}")
     result = of_text[found]
     if split.valid_fraction:
-        moved = unit_hashes(raw, raw.identity, rows, split.salt) < split.valid_fraction
+        moved = unit_hashes([part.take(rows) for part in raw.identity], split.salt) < split.valid_fraction
         result[(result == TRAIN) & moved] = VALID
     return result
 
@@ -54,9 +54,15 @@ def split_by_time(times: I64, cut_points: Sequence[int]) -> I8:
     return np.searchsorted(np.asarray(cut_points, np.int64), times, side="right").astype(np.int8)
 
 
-def unit_hashes(raw: RawRecords, columns: tuple[object, ...], rows: I64, salt: str) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) per record, equal for equal values of ``columns`` on every machine; float64 [len(rows)]."""
-    hashes = raw.hashes(columns, rows, xxhash.xxh64_intdigest(salt.encode(), 0))  # type: ignore[arg-type]
+def unit_hashes(columns: Sequence[RawColumn | TextColumn], salt: str) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) per record, equal for equal values of ``columns`` on every machine; float64 [N].
+
+    The hash of a column is the seed of the next; nulls hash like the empty text.
+    """
+    hashes = np.full(len(columns[0].starts), xxhash.xxh64_intdigest(salt.encode(), 0), np.uint64)
+    for column in columns:
+        ends = np.where(column.starts < 0, 0, column.ends)
+        hashes = chain_spans(column.data, np.maximum(column.starts, 0), ends, hashes)
     return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

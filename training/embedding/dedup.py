@@ -6,6 +6,8 @@ N occurrences, U unique signs, D width of a row.
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,9 @@ from training.embedding.hashing import GOLDEN, mix_reference, sign_hash
 from training.embedding.jit import inlined, kernel
 from training.embedding.simd import load8, load_part, multiply_high, prefetch, store8, store_part
 
-_EMPTY = np.int32(-1)
 _AHEAD = 16
+_CELLS_PER_SIGN = 3
+_U0, _U1, _U32 = np.uint64(0), np.uint64(1), np.uint64(32)
 _MAX_OCCURRENCES = 2**30
 
 Signs = npt.NDArray[np.uint64]
@@ -33,13 +36,9 @@ def dedup(signs: Signs) -> tuple[Signs, npt.NDArray[np.uint32]]:
     n = len(signs)
     if n > _MAX_OCCURRENCES:
         raise ValueError(f"a batch holds at most {_MAX_OCCURRENCES} ids per table, got {n}; lower training.batch_size")
-    cells = max(16, 2 * n)
-    # Signs pushed on from the last cells go into a tail long enough for all of them: the sweep stays in hash order.
-    table = np.full(cells + n + 1, _EMPTY, np.int32)
-    firsts = np.empty(n, np.int32)
-    inverse = np.empty(n, np.uint32)
-    unique = np.empty(n, np.uint64)
-    num_unique = _dedup(read_only(signs), table, np.uint64(cells), firsts, unique, inverse)
+    scratch = _scratch_for(n)
+    inverse, unique = np.empty(n, np.uint32), np.empty(n + 1, np.uint64)
+    num_unique = _dedup(read_only(signs), scratch.table, np.uint64(_CELLS_PER_SIGN * n), scratch.order, scratch.ranks, unique, inverse)
     return unique[:num_unique], inverse
 
 
@@ -53,16 +52,7 @@ def server_of(signs: Signs, num_servers: int) -> npt.NDArray[np.int64]:
 def route(unique: Signs, num_servers: int) -> npt.NDArray[np.int64]:
     """int64 [num_servers + 1]: server s holds unique[starts[s] : starts[s + 1]]. ``unique`` in the order of ``dedup``."""
     starts = np.empty(num_servers + 1, np.int64)
-    starts[0], starts[num_servers] = 0, len(unique)
-    for server in range(1, num_servers):
-        low, high = int(starts[server - 1]), len(unique)
-        while low < high:
-            middle = (low + high) // 2
-            if server_of(unique[middle : middle + 1], num_servers)[0] < server:
-                low = middle + 1
-            else:
-                high = middle
-        starts[server] = low
+    _route(read_only(unique), starts)
     return starts
 
 
@@ -83,62 +73,125 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return view
 
 
-@inlined
-def _cell(sign: Any, cells: Any) -> Any:
-    return np.int64(multiply_high(sign_hash(sign), cells))
+@dataclass(frozen=True)
+class _Scratch:
+    """Buffers of one thread, used again by its next call."""
+
+    table: Signs
+    """All zero between calls. Signs pushed on from the last cells go into a tail long enough for all; the last entry stands for sign 0."""
+    order: npt.NDArray[np.uint32]
+    ranks: npt.NDArray[np.uint32]
+
+
+_per_thread = threading.local()
+
+
+def _scratch_for(count: int) -> _Scratch:
+    scratch: _Scratch | None = getattr(_per_thread, "scratch", None)
+    cells = (_CELLS_PER_SIGN + 1) * count + 2
+    if scratch is None or len(scratch.table) < cells:
+        scratch = _Scratch(np.zeros(cells, np.uint64), np.empty(count + 1, np.uint32), np.empty(cells, np.uint32))
+        _per_thread.scratch = scratch
+    return scratch
 
 
 @kernel
-def _dedup(signs: Any, table: Any, cells: Any, firsts: Any, unique: Any, inverse: Any) -> Any:
-    """Linear probing from the cell of the hash; ``table`` holds numbers of unique signs in order of appearance, until they are sorted."""
+def _dedup(signs: Any, table: Any, cells: Any, order: Any, ranks: Any, unique: Any, inverse: Any) -> Any:
+    """Linear probing from the cell of the hash, then a sweep over the cells. Unpredictable branches are avoided: 3x faster with them gone.
+
+    ``inverse`` holds first the cell of the next few signs, then the cell a sign was found in, at last its rank. Returns U.
+    """
     n = len(signs)
+    zero_cell = np.uint64(len(table) - 1)
     for i in range(min(_AHEAD, n)):
-        prefetch(table, _cell(signs[i], cells))
-    found = 0
+        _announce(signs, table, cells, inverse, i)
+    top = _U0
+    zeros = 0
     for i in range(n):
-        if i + _AHEAD < n:
-            prefetch(table, _cell(signs[i + _AHEAD], cells))
-        cell = _cell(signs[i], cells)
-        while table[cell] >= 0 and signs[firsts[table[cell]]] != signs[i]:
-            cell += 1
-        if table[cell] < 0:
-            table[cell] = found
-            firsts[found] = i
-            found += 1
-        inverse[i] = table[cell]
-    _sort(signs, table, firsts, found, unique)
-    rank = table[:found]
+        k = np.uint64(i)
+        _announce(signs, table, cells, inverse, np.uint64(min(i + _AHEAD, n - 1)))
+        sign = signs[k]
+        cell = np.uint64(inverse[k])
+        if sign == _U0:
+            inverse[k] = zero_cell
+            zeros += 1
+            continue
+        there = table[cell]
+        while there != sign and there != _U0:
+            cell += _U1
+            there = table[cell]
+        table[cell] = sign
+        top = max(top, cell)
+        inverse[k] = cell
+    found = _sweep(table, top, order, unique) if n > zeros else _U0
+    if zeros > 0:
+        order[found] = zero_cell
+        unique[found] = _U0
+        found += _U1
+    _sort(unique, order, np.int64(found))
     for i in range(found):
-        rank[firsts[i]] = i
+        ranks[order[np.uint64(i)]] = i
     for i in range(n):
-        inverse[i] = rank[inverse[i]]
+        inverse[np.uint64(i)] = ranks[np.uint64(inverse[np.uint64(i)])]
+    return np.int64(found)
+
+
+@inlined
+def _announce(signs: Any, table: Any, cells: Any, inverse: Any, i: Any) -> None:
+    cell = multiply_high(sign_hash(signs[i]), cells)
+    prefetch(table, np.int64(cell))
+    inverse[i] = cell
+
+
+@inlined
+def _sweep(table: Any, top: Any, order: Any, unique: Any) -> Any:
+    """Collect and clear the cells in use, 0..top. Every cell is written to the end of the list, which grows past the taken ones only."""
+    found = _U0
+    for c in range(np.int64(top) + 1):
+        cell = np.uint64(c)
+        sign = table[cell]
+        unique[found] = sign
+        order[found] = cell
+        found += np.uint64(sign != _U0)
+        table[cell] = _U0
     return found
 
 
 @inlined
-def _sort(signs: Any, table: Any, firsts: Any, found: Any, unique: Any) -> None:
-    """Unique signs by hash; firsts[k] becomes the number of the k-th. A sweep is sorted but for neighbours that were pushed on."""
-    filled = 0
-    cell = 0
-    hashes = np.empty(found, np.uint64)
-    order = np.empty(found, np.int32)
-    while filled < found:
-        number = table[cell]
-        cell += 1
-        if number >= 0:
-            hashed = sign_hash(signs[firsts[number]])
-            k = filled
-            while k > 0 and hashes[k - 1] > hashed:
-                hashes[k] = hashes[k - 1]
-                order[k] = order[k - 1]
-                k -= 1
-            hashes[k] = hashed
-            order[k] = number
-            filled += 1
-    for k in range(found):
-        unique[k] = signs[firsts[order[k]]]
-    for k in range(found):
-        firsts[k] = order[k]
+def _sort(unique: Any, order: Any, found: Any) -> None:
+    """By hash; a sweep is in order but for neighbours that were pushed on, so few move and not far."""
+    before = _U0
+    for i in range(found):
+        sign = unique[np.uint64(i)]
+        hashed = sign_hash(sign)
+        if hashed >= before:
+            before = hashed
+            continue
+        cell = order[i]
+        k = i
+        while k > 0 and sign_hash(unique[k - 1]) > hashed:
+            unique[k] = unique[k - 1]
+            order[k] = order[k - 1]
+            k -= 1
+        unique[k] = sign
+        order[k] = cell
+
+
+@kernel
+def _route(unique: Any, starts: Any) -> None:
+    """Binary search for the first sign of each server."""
+    num_servers = np.uint64(len(starts) - 1)
+    starts[0] = 0
+    for server in range(1, len(starts)):
+        low, high = starts[server - 1], np.int64(len(unique))
+        while low < high:
+            middle = (low + high) // 2
+            if ((sign_hash(unique[middle]) >> _U32) * num_servers) >> _U32 < np.uint64(server):
+                low = middle + 1
+            else:
+                high = middle
+        starts[server] = low
+    starts[len(starts) - 1] = len(unique)
 
 
 @kernel

@@ -211,6 +211,19 @@ def test_unchanged_data_are_reused_and_changed_ones_are_not(configure, run, tmp_
     assert run(config)[0].rows("train") == 3
 
 
+def test_a_stricter_limit_of_dead_letters_is_not_met_by_reuse(configure, run):
+    files = {"log.csv": b"y,c\n1,a\n0,b\nx,c\n"}
+    run(configure(files, data={"max_dead_fraction": 0.5}))
+    with pytest.raises(DeadLetterError, match="1 of 3 records"):
+        run(configure(files, data={"max_dead_fraction": 0.1}))
+
+
+def test_guesses_about_headers_are_noted(configure, run, tmp_path):
+    run(configure({"a.csv": b"y,c\n1,a\n0,b\n", "b.csv": b"1,c\n"}))
+    messages = [event["message"] for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "note"]
+    assert messages[0] == f"{tmp_path / 'b.csv'}: no header line; read with the columns of the files before it"
+
+
 def test_a_damaged_directory_is_made_again(configure, run):
     config = configure({"log.csv": b"y,c\n1,a\n0,b\n"})
     manifest, folder = run(config)
@@ -258,7 +271,7 @@ def test_what_is_no_data_directory_is_not_replaced(configure, run, tmp_path):
     run(config)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("precious")
-    with pytest.raises(DataError, match="not empty and holds no manifest.json"):
+    with pytest.raises(DataError, match=r"not empty and holds no manifest.json"):
         run(config, "thesis")
     with pytest.raises(DataError, match="is a file"):
         run(config, "log.csv")
@@ -280,7 +293,8 @@ def test_a_killed_run_leaves_no_directory_and_the_next_one_cleans_up(configure, 
         "def hang(*a, **k): Path(sys.argv[1], 'ready').touch(); time.sleep(60)\n"
         "p._run = hang\n"
         "folder = Path(sys.argv[1])\n"
-        "with EventLog(folder / 'e.jsonl') as e: p.preprocess(parse_config((folder / 'config.json').read_text()), folder / 'data', events=e)\n"
+        "config = parse_config((folder / 'config.json').read_text())\n"
+        "with EventLog(folder / 'e.jsonl') as e: p.preprocess(config, folder / 'data', events=e)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:
         try:

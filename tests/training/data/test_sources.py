@@ -59,6 +59,7 @@ CASES = {
         [(1, "a"), (0, "b"), (1, "f")],
         [(n, "label not understood") for n in (4, 5, 6)],
     ),
+    "declared names for a broken header": (b"\xfe\xfey,k\n1,a\n", {"columns": ["y", "c"]}, [(1, "a")], []),
     "nul bytes": (HEAD + b"1,a\0b\n", {}, [(1, "a\0b")], []),
     "columns in another order, and more of them": (b"z,c,x,y\n9,a,9,1\n", {}, [(1, "a")], []),
     "tsv": (b"y\tc\n1\ta,b\n0\t\n", {"format": "tsv"}, [(1, "a,b"), (0, None)], []),
@@ -98,6 +99,11 @@ def test_avazu_hours_long_ids_and_a_header_in_one_file_only(configure, parse):
     good, dead = parse(configure(files, schema=schema))
     assert good == [(1, 1413849600, "-1", "10000371904215119486"), (0, 1413853200, "7", "9")]
     assert dead == [("b.csv", 2, "time not understood")]
+
+
+def test_with_declared_names_only_the_same_header_is_skipped_in_later_files(configure, parse):
+    files = {"a.csv": b"label,id\n1,a\n", "b.csv": b"0,b\n", "c.csv": b"label,id\n1,c\n"}
+    assert parse(configure(files, data={"columns": ["y", "c"]})) == ([(1, "a"), (0, "b"), (1, "c")], [])
 
 
 @pytest.mark.parametrize(
@@ -207,6 +213,7 @@ def test_parquet_values_become_their_text(configure, parse):
         ({"a.csv": b"1,a\n"}, {"header": False, "columns": ["y", "d"]}, r"no column 'c'; columns present \(data.columns\)"),
         ({"a.csv": b"y,c\n1,a\n", "b.csv": b"y,d\n1,a\n"}, {}, "b.csv: no column 'c'"),
         ({"a.csv": b"y,c\n1,a\n", "b.csv": b"1,2,3\n"}, {}, "b.csv: no column 'y', 'c'"),
+        ({"a.csv": b"y,c,d\n1,a,b\n"}, {"columns": ["y", "c"]}, "the header has 3 fields, data.columns 2 names"),
         ({"a.parquet": b"PAR1nonsense"}, {"format": "parquet"}, "cannot be read as Parquet"),
         ({"a.parquet": parquet_bytes(pa.table({"y": [1]}))}, {"format": "parquet"}, "no column 'c'; columns present: 'y'"),
     ],
