@@ -1,8 +1,8 @@
 """Look-up and update by sign against torch.index_select at known rows and against the bare gather, measured side by side.
 
 Only ratios are printed: absolute times differ by 2x between runs of a shared machine. CPU time of one thread, median of repetitions,
-unique uniform signs in the order of ``dedup``. ``torch`` reads rows of its own tensor whose positions it is told; ``gather`` is the
-same with software prefetch from the table's own memory, the limit for anything that must first find its rows.
+unique uniform signs in the order of ``dedup``. ``torch`` reads rows of its own tensor whose (sorted) positions it is told; ``gather`` is
+the same with software prefetch, the limit for anything that must first find its rows.
 
     python benchmarks/table.py            # all sizes
     python benchmarks/table.py --quick    # under 15 s
@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ QUICK = [(10**6, 16, "rowwise_adagrad"), (10**6, 16, "adam"), (5 * 10**5, 64, "r
 
 
 @kernel
-def bare_gather(rows, stride, dim, slots, out):  # type: ignore[no-untyped-def]
+def bare_gather(rows: Any, stride: Any, dim: Any, slots: Any, out: Any) -> None:
     """out[i] = the first dim (a multiple of 8) values of row slots[i]."""
     for i in range(len(slots)):
         prefetch_row(rows, slots, i + ROWS_AHEAD, stride, dim)
@@ -65,8 +66,8 @@ def measure(rows: int, dim: int, optimizer: str, repetitions: int) -> dict[str, 
         batch, size = cycle(batches), len(batches[0])
         known = cycle([rng.permutation(rows)[:size] if rows < 10**7 else rng.integers(0, rows, size) for _ in range(BATCHES)])
         ordered = cycle([np.sort(next(known)) for _ in range(BATCHES)])
-        tensor, tensor_out = torch.zeros(rows, dim), torch.empty(size, dim)
-        arena_rows = np.zeros(rows * dim, np.float32)
+        tensor, tensor_out = torch.ones(rows, dim), torch.empty(size, dim)
+        arena_rows = np.ones(rows * dim, np.float32)  # Written: untouched memory would all be one page of zeros.
         flat = out.reshape(-1)
         seconds = {
             "torch": median_seconds(lambda: torch.index_select(tensor, 0, torch.from_numpy(next(ordered)), out=tensor_out), repetitions),
@@ -90,25 +91,18 @@ def print_tables(cases: list[tuple[int, int, str]], repetitions: int) -> None:
         print(f"{rows:9,} {dim:4} {optimizer:16}" + "".join(f"{ratio:12.2f}x" for ratio in ratios), flush=True)
 
 
-def print_dedup(repetitions: int) -> None:
-    rng = np.random.default_rng(0)
-    for name, ids in (("zipf 1.05", zipf(rng, 1.05)), ("uniform", rng.integers(0, 10**8, 106_496))):
-        signs = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        unique, inverse = dedup(signs)
-        gradients = rng.standard_normal((len(signs), 16)).astype(np.float32)
-        into, torch_gradients, torch_inverse = (
-            torch.zeros(len(unique), 16),
-            torch.from_numpy(gradients),
-            torch.from_numpy(inverse.astype(np.int64)),
-        )
-        ours = median_seconds(lambda: dedup(signs), repetitions)
-        numpy = median_seconds(lambda: np.unique(signs, return_inverse=True), repetitions)
-        sums = median_seconds(lambda: sum_gradients(gradients, inverse, len(unique)), repetitions)
-        index_add = median_seconds(lambda: into.index_add_(0, torch_inverse, torch_gradients), repetitions)
-        print(
-            f"dedup of 4096 x 26 signs, {name}, {len(unique) / len(signs):.0%} unique: {numpy / ours:.1f}x np.unique(return_inverse); "
-            f"gradient sum: {index_add / sums:.1f}x torch.index_add_"
-        )
+def print_dedup(name: str, ids: np.ndarray, repetitions: int) -> None:
+    signs = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    unique, inverse = dedup(signs)
+    gradients = np.random.default_rng(0).standard_normal((len(signs), 16)).astype(np.float32)
+    torch_arguments = (torch.from_numpy(inverse.astype(np.int64)), torch.from_numpy(gradients))
+    into = torch.zeros(len(unique), 16)
+    ours = median_seconds(lambda: dedup(signs), repetitions)
+    numpy = median_seconds(lambda: np.unique(signs, return_inverse=True), repetitions)
+    sums = median_seconds(lambda: sum_gradients(gradients, inverse, len(unique)), repetitions)
+    index_add = median_seconds(lambda: into.index_add_(0, *torch_arguments), repetitions)
+    print(f"dedup of 4096 x 26 signs, {name}, {len(unique) / len(signs):.0%} unique: {numpy / ours:.1f}x np.unique(return_inverse)")
+    print(f"sum of their gradients: {index_add / sums:.1f}x torch.index_add_")
 
 
 def zipf(rng: np.random.Generator, alpha: float) -> np.ndarray:
@@ -122,7 +116,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small tables, few repetitions: under 15 s")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    print_dedup(5 if quick else 15)
+    rng = np.random.default_rng(0)
+    print_dedup("zipf 1.05", zipf(rng, 1.05), 5 if quick else 15)
+    print_dedup("uniform", rng.integers(0, 10**8, 106_496), 5 if quick else 15)
     print_tables(QUICK if quick else FULL, 5 if quick else 15)
 
 

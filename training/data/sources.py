@@ -120,9 +120,9 @@ def open_sources(files: Sequence[Path], data: DataConfig, wanted: Wanted) -> lis
         if skip and not head.more_than_header:
             continue
         offset = head.bom + (head.header_bytes if skip else 0)
-        opened.append(
-            SourceFile(len(opened), str(path), path.stat().st_size, head.packed, columns, offset, 1 + (head.header_lines if skip else 0))
-        )
+        first_line = 1 + (head.header_lines if skip else 0)
+        size = path.stat().st_size
+        opened.append(SourceFile(len(opened), str(path), size, head.packed, columns, offset, first_line, header=skip))
     if not opened:
         listed = ", ".join(str(path) for path in files[:3]) + (", ..." if len(files) > 3 else "")
         raise SourceError(f"data.paths: no records in {len(files)} file(s): {listed}")

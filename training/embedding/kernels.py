@@ -55,6 +55,7 @@ _ULINE, _UWAYS = np.uint64(LINE), np.uint64(WAYS)
 _VICTIM_BIT = np.uint64(24)
 _FILTER_SHIFT = np.uint64(25)
 _SIX_BITS = np.uint64(63)
+_LOW_24, _LOW_32 = np.uint64(2**24 - 1), np.uint64(2**32 - 1)
 _TWO_PI = 2.0 * np.pi
 
 
@@ -133,8 +134,14 @@ def find(where: Any, signs: Any, slots: Any) -> Any:
 
 @inlined
 def prefetch_row(rows: Any, slots: Any, i: Any, stride: Any, floats: Any) -> None:
-    """Ask for the first ``floats`` values of the row of slots[i] (of the last slot if i is beyond it; of any row if that is absent)."""
-    base = (max(slots[np.uint64(min(i, len(slots) - 1))], 0) & ROW) * stride
+    """Ask for the first ``floats`` values of the row of slots[i], all of them if it is new.
+
+    For the last slot if i is beyond it, for any row if that is absent.
+    """
+    slot = max(slots[np.uint64(min(i, len(slots) - 1))], 0)
+    base = (slot & ROW) * stride
+    if slot >= NEW:
+        floats = stride
     prefetch(rows, base)
     for j in range(16, floats, 16):
         prefetch(rows, base + j)
@@ -212,25 +219,22 @@ def _find_or_insert(where: Any, counters: Any, min_count: Any, signs: Any, slots
 
 
 @inlined
-def _first_value(sign: Any, j: Any, seed: Any, kind: Any, scale: Any) -> Any:
-    """Value j of a new row: a function of (sign, j, seed) alone."""
-    bits = mix(mix(sign ^ seed) + (np.uint64(j) + _U1) * GOLDEN)
-    if kind == INIT_UNIFORM:
-        unit = np.float64(bits >> np.uint64(40)) / 8388608.0 - 1.0
-        return np.float32(unit * scale)
-    radius = np.sqrt(-2.0 * np.log((np.float64(bits >> _U32) + 0.5) / 4294967296.0))
-    angle = _TWO_PI * np.float64(bits & np.uint64(0xFFFFFFFF)) / 4294967296.0
-    return np.float32(radius * np.cos(angle) * scale)
-
-
-@inlined
 def _initialise(rows: Any, base: Any, stride: Any, dim: Any, sign: Any, seed: Any, kind: Any, scale: Any, state: Any) -> None:
-    if kind == INIT_ZEROS:
-        for j in range(dim):
-            rows[base + j] = np.float32(0.0)
-    else:
-        for j in range(dim):
-            rows[base + j] = _first_value(sign, j, seed, kind, scale)
+    """First values of a new row, two from each hash of (sign, position, seed): nothing else decides them. Then its state."""
+    origin = mix(sign ^ seed)
+    for pair in range((dim + 1) // 2):
+        bits = mix(origin + (np.uint64(pair) + _U1) * GOLDEN)
+        one, two = 0.0, 0.0
+        if kind == INIT_UNIFORM:
+            one = (np.float64(bits >> _U40) / 8388608.0 - 1.0) * scale
+            two = (np.float64((bits >> _U8) & _LOW_24) / 8388608.0 - 1.0) * scale
+        elif kind == INIT_NORMAL:  # Box and Muller 1958
+            radius = np.sqrt(-2.0 * np.log((np.float64(bits >> _U32) + 0.5) / 4294967296.0)) * scale
+            angle = _TWO_PI * np.float64(bits & _LOW_32) / 4294967296.0
+            one, two = radius * np.cos(angle), radius * np.sin(angle)
+        rows[base + 2 * pair] = np.float32(one)
+        if 2 * pair + 1 < dim:
+            rows[base + 2 * pair + 1] = np.float32(two)
     for j in range(dim, stride):
         rows[base + j] = state
 

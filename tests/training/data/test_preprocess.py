@@ -219,7 +219,7 @@ def test_a_stricter_limit_of_dead_letters_is_not_met_by_reuse(configure, run):
 
 
 def test_guesses_about_headers_are_noted(configure, run, tmp_path):
-    run(configure({"a.csv": b"y,c\n1,a\n0,b\n", "b.csv": b"1,c\n"}))
+    run(configure({"a.csv": b"y,c\n1,a\n0,b\n", "b.csv": b"1,z\n"}))
     messages = [event["message"] for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "note"]
     assert messages[0] == f"{tmp_path / 'b.csv'}: no header line; read with the columns of the files before it"
 
