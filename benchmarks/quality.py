@@ -68,9 +68,8 @@ def main(config: Path, overrides: tuple[str, ...], seeds: int, modes: str, outpu
     for name, runs in results.items():
         auc, loss = (np.array([run[metric] for run in runs]) for metric in ("auc", "log_loss"))
         difference = auc - np.array([run["auc"] for run in plain])
-        print(
-            f"{name:14} {auc.mean():9.5f} +-{auc.std():7.5f} {loss.mean():9.5f} +-{loss.std():7.5f} {difference.mean():+11.5f} +-{difference.std():7.5f}"
-        )
+        figures = " ".join(f"{values.mean():9.5f} +-{values.std():7.5f}" for values in (auc, loss))
+        print(f"{name:14} {figures} {difference.mean():+11.5f} +-{difference.std():7.5f}")
     if output:
         output.write_text(json.dumps(results, indent=1))
 

@@ -1,7 +1,4 @@
-"""Makes examples/movietweetings/ratings.tsv from the two files of a MovieTweetings snapshot.
-
-    python examples/movietweetings/join.py DIRECTORY_WITH_ratings.dat_AND_movies.dat
-"""
+"""Makes examples/movietweetings/ratings.tsv from the folder with ratings.dat and movies.dat given on the command line."""
 
 import sys
 from pathlib import Path

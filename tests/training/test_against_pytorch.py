@@ -217,7 +217,7 @@ def test_a_run_of_nothing_but_nan_fails_and_says_why(configured, clicks_data, tm
 
     config = configured("training.epochs=20", "training.dense_optimizer={name: sgd, learning_rate: 1.0e30}")
     with (
-        pytest.raises(TrainingError, match="100 steps in a row.*learning_rate"),
+        pytest.raises(TrainingError, match=r"100 steps in a row.*learning_rate"),
         in_process_trainer(config, clicks_data, tmp_path, events=events) as rank,
     ):
         rank.run()

@@ -80,9 +80,13 @@ def test_a_newer_format_is_refused(checkpoint):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be written: No space left"), new_checkpoint(tmp_path / "step-1") as building:
-        (building / "half").write_text("x")
-        raise OSError(28, "No space left on device")
+    def write():
+        with new_checkpoint(tmp_path / "step-1") as building:
+            (building / "half").write_text("x")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="cannot be written: No space left"):
+        write()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -67,9 +67,10 @@ def test_two_ranks_of_b_records_equal_one_rank_of_two_b(configured, clicks_data,
     np.testing.assert_allclose(scores(two.checkpoint, clicks_data), scores(one.checkpoint, clicks_data), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "role", ["parameter_server", pytest.param("embedding_worker", marks=pytest.mark.fault), pytest.param("data_loader", marks=pytest.mark.fault), "nn_worker"]
-)  # fmt: skip
+IN_THE_FAULT_SUITE = [pytest.param(role, marks=pytest.mark.fault) for role in ("embedding_worker", "data_loader")]
+
+
+@pytest.mark.parametrize("role", ["parameter_server", "nn_worker", *IN_THE_FAULT_SUITE])
 def test_losing_a_role_fails_the_run_naming_it(configured, clicks_data, tmp_path, role):
     config = configured("training.epochs=4000", "training.mode=hybrid")
     folder = tmp_path / "run"
@@ -145,7 +146,7 @@ def test_a_finished_model_is_never_overwritten(configured, clicks_data, tmp_path
 
 def test_data_of_another_schema_are_refused_before_anything_starts(configured, clicks_data, tmp_path, events):
     config = configured("schema.categorical=[{name: user}, {name: item}]")
-    with pytest.raises(ConfigError, match="declares .*'user', 'item'.*preprocess again"):
+    with pytest.raises(ConfigError, match=r"declares .*'user', 'item'.*preprocess again"):
         launcher.train(config, clicks_data, tmp_path / "out", events=events)
     assert not (tmp_path / "out").exists()
 

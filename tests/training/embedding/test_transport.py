@@ -67,7 +67,7 @@ def test_a_failing_handler_answers_with_its_text_and_the_connection_lives_on(ser
 
 def test_connecting_to_nothing_names_the_peer(served):
     transport, address = served
-    with pytest.raises(TransportError, match="parameter_server-1.*cannot be reached"):
+    with pytest.raises(TransportError, match=r"parameter_server-1.*cannot be reached"):
         transport.connect(address.replace(":0", ":1"), peer="parameter_server-1")
 
 
@@ -91,7 +91,12 @@ def test_clients_are_answered_at_the_same_time(tmp_path):
 def test_a_silent_peer_is_an_error_not_a_hang(tmp_path):
     release = threading.Event()
     transport = SocketTransport(0.2)
-    with transport.serve(lambda _: Message(Kind.OK) if release.wait(10) else Message(Kind.OK), f"unix:{tmp_path}/s") as server:
+
+    def handler(message):
+        release.wait(10)
+        return Message(Kind.OK)
+
+    with transport.serve(handler, f"unix:{tmp_path}/s") as server:
         connection = transport.connect(server.address, peer="embedding_worker-0")
         with pytest.raises(TransportError, match=r"embedding_worker-0: no progress on the reply within 0\.2 s"):
             connection.request(Message(Kind.LOOK_UP))
