@@ -30,7 +30,8 @@ test-fault: $(READY)
 	$(BIN)/python -m pytest -m fault --timeout 600
 
 bench: $(READY)
-	$(BIN)/python -m pytest -m benchmark --timeout 1800 -s benchmarks
+	$(BIN)/python -m benchmarks.table
+	$(BIN)/python -m benchmarks.quality examples/adult/satrap.yaml --set training.epochs=1
 
 # The lock names every package with its version; --no-deps keeps pip from adding to it, pip check finds what it lacks.
 $(READY): requirements.lock pyproject.toml

@@ -61,6 +61,7 @@ def train_plain(config: Config, data_dir: Path, split: str = "test") -> dict[str
     """Train as configured (mode, roles and wire apart) and return metrics on a split."""
     training = config.training
     torch.manual_seed(training.seed)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # The default, said aloud: otherwise torch warns.
     with ShardReader.open(data_dir, "train") as reader:
         embeddings = PlainEmbeddings(config, reader.read(0, reader.rows))
         model = build_model(config)

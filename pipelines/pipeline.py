@@ -24,9 +24,6 @@ from components.release import release
 from components.train import train
 from components.validate import validate
 
-STAGES = ("provision", "preprocess", "validate", "train", "evaluate", "register", "release")
-"""All steps in the order one machine runs them."""
-
 
 def build(image: str = IMAGE) -> Any:
     """The pipeline as kfp's compiler takes it, with every step in one container image."""

@@ -270,7 +270,7 @@ class SlotConfig(Section):
     dim: PositiveInt | None = Field(None, description="Width of the slot's rows.")
     optimizer: SparseOptimizerConfig | None = Field(None, description="Optimizer of the slot's rows.")
     initializer: InitializerConfig | None = Field(None, description="First values of the slot's rows.")
-    min_count: PositiveInt | None = Field(None, description="Admission threshold of the slot.")
+    min_count: Annotated[int, Field(ge=1, le=255)] | None = Field(None, description="Admission threshold of the slot.")
 
 
 class EmbeddingConfig(Section):
@@ -282,8 +282,8 @@ class EmbeddingConfig(Section):
     )
     optimizer: SparseOptimizerConfig = Field(SparseOptimizerConfig(), description="Default optimizer of rows.")
     initializer: InitializerConfig = Field(InitializerConfig(), description="Default first values.")
-    min_count: PositiveInt = Field(
-        1, le=255, description="Times a sign must be seen in training before it gets a row (admission); 1 admits at once."
+    min_count: Annotated[int, Field(ge=1, le=255)] = Field(
+        1, description="Times a sign must be seen in training before it gets a row (admission); 1 admits at once."
     )
     groups: dict[str, list[str]] = Field(
         {}, description="Slots that share rows: group name -> slot names. A slot outside is its own group."

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from training.checkpoint import check_resumable, check_warm_startable, newest_checkpoint
+from training.checkpoint import CheckpointManifest, check_resumable, check_warm_startable, newest_checkpoint
 from training.config import Config
 from training.data.manifest import Manifest
 from training.errors import CheckpointError, ConfigError, RoleError
@@ -66,6 +66,8 @@ def train(
     if resume is not None:
         resume = newest_checkpoint(resume).absolute()
         check_resumable(resume, config, fingerprint=manifest.fingerprint)
+        if (done := CheckpointManifest.load(resume, verify=False).step) >= (last := total_steps(config, manifest)):
+            raise CheckpointError(f"{resume}: is of step {done} and the run ends at {last}: raise training.epochs or training.max_steps")
     elif any((output_dir / "checkpoints").glob("step-*")):
         raise CheckpointError(f"{output_dir}: holds checkpoints of a run that was cut off; go on with --resume {output_dir}, or remove it")
     if warm_start is not None:
@@ -73,7 +75,7 @@ def train(
         check_warm_startable(warm_start, config, feature_digest=manifest.feature_digest)
     if resume and warm_start:
         raise CheckpointError("resume and warm start exclude one another: a resumed run has its rows already")
-    total_steps(config, manifest)
+    total_steps(config, manifest)  # Refuses an empty train split before anything starts.
     output_dir.mkdir(parents=True, exist_ok=True)
     with _rendezvous_directory() as rendezvous, _termination_raises():
         job = Job(

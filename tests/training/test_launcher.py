@@ -161,6 +161,8 @@ def test_a_cut_off_run_goes_on_from_its_output_directory(configured, clicks_data
         launcher.train(config, clicks_data, tmp_path / "out", events=events)
     with pytest.raises(CheckpointError, match=r"cannot be resumed: training\.batch_size is 32, was 64"):
         launcher.train(configured("training.batch_size=32"), clicks_data, tmp_path / "out", events=events, resume=tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"is of step 8 and the run ends at 8: raise training\.epochs"):
+        launcher.train(configured("training.max_steps=8"), clicks_data, tmp_path / "out", events=events, resume=tmp_path / "out")
     result = launcher.train(config, clicks_data, tmp_path / "out", events=events, resume=tmp_path / "out")
     assert (
         CheckpointManifest.load(result.checkpoint).step
