@@ -169,3 +169,19 @@ def test_a_cut_off_run_goes_on_from_its_output_directory(configured, clicks_data
         == config.training.epochs * -(-Manifest.load(clicks_data).rows("train") // 64)
     )
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_early_stopping_keeps_the_best_model_and_says_so(configured, clicks_data, tmp_path, events):
+    """Steps this large make the model worse after its first evaluations."""
+    config = configured(
+        "training.epochs=40",
+        "training.dense_optimizer.learning_rate=0.3",
+        "embedding.optimizer.learning_rate=1.0",
+        "training.early_stopping={metric: log_loss, patience: 2}",
+    )
+    result = launcher.train(config, clicks_data, tmp_path / "out", events=events)
+    assert result.stopped_early
+    assert CheckpointManifest.load(result.checkpoint).step == result.best_step < result.steps
+    assert f"stopped early, kept step {result.best_step:,} (best on valid)" in result.summary
+    losses = {e["step"]: e["values"]["valid_log_loss"] for e in read_events(events.path) if e["kind"] == "metrics"}
+    assert min(losses, key=losses.get) == result.best_step
