@@ -82,6 +82,16 @@ class Rendezvous:
         return [str(json.loads(path.read_text())["address"]) for path in paths]
 
 
+def usable_cores() -> int:
+    """Cores this process may use: what the scheduler allows, within the container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
+
+
 def total_steps(config: Config, manifest: Manifest) -> int:
     """Steps of the whole run. Raises ``TrainingError`` if there is nothing to train on."""
     rows = manifest.rows("train")

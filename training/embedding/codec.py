@@ -44,7 +44,7 @@ def scale_for(largest: float) -> float:
     if largest == 0.0 or not math.isfinite(largest):
         return 1.0
     exponent = HALF_LARGEST_EXPONENT - math.frexp(largest)[1]
-    return 2.0 ** max(-100, min(100, exponent))
+    return 2.0 ** max(-126, min(126, exponent))
 
 
 @intrinsic
