@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipelines import cli_stages
-from pipelines.cli_options import CONFIG, ROOT, SET
+from pipelines.cli_options import CONFIG, ROOT, SET, writing
 from training.errors import ConfigError, SatrapError, os_error_text
 
 if TYPE_CHECKING:
@@ -72,8 +72,9 @@ def compile_command(output: Path, image: str | None) -> None:
     from pipelines.compile import compile_pipeline, ir_digest
 
     text = compile_pipeline(image) if image else compile_pipeline()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
     click.echo(f"{output}: sha256 {ir_digest(text)}")
 
 
@@ -188,7 +189,9 @@ def main() -> None:
 
 
 def _error_text(error: SatrapError) -> str:
-    lines = str(error).splitlines()
+    from training.stage import room_text
+
+    lines = room_text(str(error)).splitlines()
     return f"error: {lines[0]}" if len(lines) == 1 else "\n".join(["error:", *(f"  {line}" for line in lines)])
 
 
