@@ -357,6 +357,9 @@ class TrainingConfig(Section):
     checkpoint_every_steps: PositiveInt | None = Field(None, description="Steps between checkpoints; only at the end when absent.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
     log_every_steps: PositiveInt = Field(10, description="Steps between TensorBoard points.")
+    profile_steps: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        0, description="First steps whose every phase is kept in all roles for `satrap profile`; 0 for none."
+    )
     projector_rows: Annotated[int, Field(ge=0, le=10_000)] = Field(
         0, description="Rows sampled into TensorBoard's embedding projector at the end; 0 for none."
     )

@@ -14,10 +14,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from training.checkpoint import CheckpointManifest
 from training.config import Config
 from training.config_file import parse_config
 from training.data.manifest import Manifest
 from training.errors import RoleError, TrainingError
+from training.profile import FOLDER, Timeline
 
 RoleName = Literal["parameter_server", "embedding_worker", "data_loader", "nn_worker"]
 ROLES: tuple[RoleName, ...] = ("parameter_server", "embedding_worker", "data_loader", "nn_worker")
@@ -44,6 +46,16 @@ class Job(BaseModel):
     def config(self) -> Config:
         """The run's configuration."""
         return parse_config(self.config_json)
+
+    @property
+    def first_step(self) -> int:
+        """Steps before it were trained by the run that is resumed."""
+        return CheckpointManifest.load(Path(self.resume), verify=False).step if self.resume else 0
+
+    def timeline(self, role: RoleName, index: int) -> Timeline:
+        """Where a role process notes its times."""
+        steps = range(self.first_step, self.first_step + self.config.training.profile_steps)
+        return Timeline(f"{role}-{index}", steps=steps, folder=Path(self.output_dir) / FOLDER)
 
     def count(self, role: RoleName) -> int:
         """Processes of a role."""

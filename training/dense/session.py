@@ -58,7 +58,7 @@ def _check_start(job: Job, manifest: Manifest) -> None:
 def _opened(job: Job, rank: int, rendezvous: Rendezvous, manifest: Manifest, stack: ExitStack) -> NNWorker:
     config, training = job.config, job.config.training
     transport = SocketTransport(training.request_timeout_seconds)
-    first_step = CheckpointManifest.load(Path(job.resume), verify=False).step if job.resume else 0
+    first_step = job.first_step
     servers: list[Connection] = []
     if rank == 0:
         for i, address in enumerate(rendezvous.addresses("parameter_server", job.count("parameter_server"))):
@@ -75,7 +75,8 @@ def _opened(job: Job, rank: int, rendezvous: Rendezvous, manifest: Manifest, sta
     workers = rendezvous.addresses("embedding_worker", job.count("embedding_worker"))
     loaders = rendezvous.addresses("data_loader", job.count("data_loader"))
     settings = FeederSettings(rank=rank, first_step=first_step, max_staleness=training.staleness_bound, wire_dtype=training.wire_dtype)
-    feeder = stack.enter_context(Feeder(transport, loaders, workers, settings=settings))
+    timeline = stack.enter_context(job.timeline("nn_worker", rank))
+    feeder = stack.enter_context(Feeder(transport, loaders, workers, settings=settings, timeline=timeline))
     worker = NNWorker(config, manifest, Surroundings(feeder, servers, events, board, valid), rank=rank, output_dir=Path(job.output_dir))
     if job.resume or job.warm_start:
         worker.restore_dense(Path(job.resume or job.warm_start or ""), resume=job.resume is not None)

@@ -18,6 +18,7 @@ from training.embedding.pooling import expand, expand_backward, pool, pool_backw
 from training.embedding.slots import Slot
 from training.embedding.transport import Connection, Message, Transport
 from training.errors import TransportError
+from training.profile import Timeline
 
 Rows = npt.NDArray[np.float32]
 
@@ -78,8 +79,16 @@ class EmbeddingWorker:
     """Handles the messages of one embedding worker. A context manager. Safe for concurrent calls."""
 
     def __init__(
-        self, slots: Sequence[Slot], transport: Transport, server_addresses: Sequence[str], *, wire_dtype: str, sync: bool
+        self,
+        slots: Sequence[Slot],
+        transport: Transport,
+        server_addresses: Sequence[str],
+        *,
+        wire_dtype: str,
+        sync: bool,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline or Timeline("embedding_worker")
         self._transport = transport
         self._server_addresses = server_addresses
         self._wire_dtype = WIRE_DTYPES[wire_dtype]
@@ -108,12 +117,14 @@ class EmbeddingWorker:
                 return Message(Kind.OK)
             case Kind.LOOK_UP:
                 held = self._batch(int(message.meta["ref"]))
-                held.tables, reply = self._look_up(held.ids, insert=True)
+                held.tables, reply = self._look_up(held.ids, step=held.step)
                 return reply
             case Kind.LOOK_UP_IDS:
-                return self._look_up(Ids.unpacked(message.arrays, copy=False), insert=False)[1]
+                return self._look_up(Ids.unpacked(message.arrays, copy=False), step=-1)[1]
             case Kind.UPDATE:
                 return self._update(message)
+            case Kind.STATISTICS:
+                return Message(Kind.OK, {"phases": self._timeline.take()})
         raise TransportError(f"an embedding_worker does not answer {message.kind.name}")
 
     def _batch(self, ref: int) -> _Held:
@@ -122,18 +133,22 @@ class EmbeddingWorker:
                 raise TransportError(f"batch {ref} is not held by this embedding_worker: it was never put or its update came already")
             return self._held[ref]
 
-    def _look_up(self, ids: Ids, *, insert: bool) -> tuple[list[_TableBatch], Message]:
-        batches = [self._deduped(ids, table) for table in range(len(self._layout))]
-        rows = self._fetch(batches, insert=insert)
+    def _look_up(self, ids: Ids, *, step: int) -> tuple[list[_TableBatch], Message]:
+        span = self._timeline.span
+        with span("dedup", step):
+            batches = [self._deduped(ids, table) for table in range(len(self._layout))]
+        rows = self._fetch(batches, step=step)
         out_NE = np.empty((len(ids.signs), self.width), np.float32)
-        for segments, batch, rows_UD in zip(self._layout, batches, rows, strict=True):
-            for segment, first, last in zip(segments, batch.bounds, batch.bounds[1:], strict=False):
-                inverse = batch.inverse[first:last]
-                if segment.bag is None:
-                    expand(rows_UD, inverse, out_NE, segment.offset)
-                else:
-                    pool(rows_UD, inverse, ids.bags[segment.bag][0], segment.mean, out_NE, segment.offset)
-        block, scale = encode(out_NE, self._wire_dtype)
+        with span("pool", step):
+            for segments, batch, rows_UD in zip(self._layout, batches, rows, strict=True):
+                for segment, first, last in zip(segments, batch.bounds, batch.bounds[1:], strict=False):
+                    inverse = batch.inverse[first:last]
+                    if segment.bag is None:
+                        expand(rows_UD, inverse, out_NE, segment.offset)
+                    else:
+                        pool(rows_UD, inverse, ids.bags[segment.bag][0], segment.mean, out_NE, segment.offset)
+        with span("encode", step):
+            block, scale = encode(out_NE, self._wire_dtype)
         occurrences = sum(len(batch.inverse) for batch in batches)
         unique = sum(len(batch.unique) for batch in batches)
         return batches, Message(Kind.EMBEDDINGS, {"scale": scale, "unique_ratio": unique / max(1, occurrences)}, [block])
@@ -147,16 +162,21 @@ class EmbeddingWorker:
         unique, inverse = dedup(np.concatenate(parts))
         return _TableBatch(unique, inverse, bounds, route(unique, len(self._server_addresses)))
 
-    def _fetch(self, batches: list[_TableBatch], *, insert: bool) -> list[Rows]:
+    def _fetch(self, batches: list[_TableBatch], *, step: int) -> list[Rows]:
         """Unique rows per table, [U, dim] float32; all servers are asked before any is awaited."""
         rows = [np.empty((len(batch.unique), dim), np.float32) for batch, dim in zip(batches, self._dims, strict=True)]
-        servers = self._servers()
+        servers, span = self._servers(), self._timeline.span
         for s, server in enumerate(servers):
-            server.send(Message(Kind.ROWS_OF, {"insert": insert}, [b.unique[b.starts[s] : b.starts[s + 1]] for b in batches]))
+            with span("send", step):
+                server.send(
+                    Message(Kind.ROWS_OF, {"insert": step >= 0, "step": step}, [b.unique[b.starts[s] : b.starts[s + 1]] for b in batches])
+                )
         for s, server in enumerate(servers):
-            reply = server.receive()
-            for t, (batch, block) in enumerate(zip(batches, reply.arrays, strict=True)):
-                rows[t][batch.starts[s] : batch.starts[s + 1]] = decode(block, reply.meta["scales"][t])
+            with span("wait_rows", step):
+                reply = server.receive()
+            with span("decode", step):
+                for t, (batch, block) in enumerate(zip(batches, reply.arrays, strict=True)):
+                    rows[t][batch.starts[s] : batch.starts[s + 1]] = decode(block, reply.meta["scales"][t])
         return rows
 
     def _update(self, message: Message) -> Message:
@@ -166,8 +186,10 @@ class EmbeddingWorker:
             raise TransportError(f"batch {ref} was never looked up, so it has no update")
         skip = bool(message.meta["skip"])
         if not skip:
-            gradient_NE = decode(message.arrays[0], message.meta["scale"])
-            self._push(held, self._summed(held, gradient_NE))
+            with self._timeline.span("sum", held.step):
+                gradient_NE = decode(message.arrays[0], message.meta["scale"])
+                summed = self._summed(held, gradient_NE)
+            self._push(held, summed)
         elif self._sync:
             self._push(held, [])  # The other ranks' updates of the step wait for this one.
         with self._lock:
@@ -189,18 +211,21 @@ class EmbeddingWorker:
         return summed
 
     def _push(self, held: _Held, summed: list[Rows]) -> None:
-        servers = self._servers()
+        servers, span = self._servers(), self._timeline.span
         for s, server in enumerate(servers):
             arrays: list[npt.NDArray[Any]] = []
             scales = []
-            for batch, rows_UD in zip(held.tables or [], summed, strict=False):
-                part = slice(batch.starts[s], batch.starts[s + 1])
-                block, scale = encode(rows_UD[part], self._wire_dtype)
-                arrays += [batch.unique[part], block]
-                scales.append(scale)
-            server.send(Message(Kind.APPLY, {"step": held.step, "rank": held.rank, "scales": scales}, arrays))
+            with span("push_encode", held.step):
+                for batch, rows_UD in zip(held.tables or [], summed, strict=False):
+                    part = slice(batch.starts[s], batch.starts[s + 1])
+                    block, scale = encode(rows_UD[part], self._wire_dtype)
+                    arrays += [batch.unique[part], block]
+                    scales.append(scale)
+            with span("push_send", held.step):
+                server.send(Message(Kind.APPLY, {"step": held.step, "rank": held.rank, "scales": scales}, arrays))
         for server in servers:
-            server.receive()
+            with span("wait_applied", held.step):
+                server.receive()
 
     def _servers(self) -> list[Connection]:
         """This thread's connections to all servers."""
