@@ -71,11 +71,10 @@ def _run_parameter_server(job: Job, index: int) -> None:
 def _run_embedding_worker(job: Job, index: int) -> None:
     from training.embedding.embedding_worker import EmbeddingWorker
     from training.embedding.slots import slots
-    from training.embedding.transport import SocketTransport
 
     training = job.config.training
     servers = _rendezvous(job).addresses("parameter_server", job.count("parameter_server"))
-    transport = SocketTransport(training.request_timeout_seconds)
+    transport = job.transport()
     sync = training.mode == "sync"
     with (
         job.timeline("embedding_worker", index) as timeline,
@@ -88,7 +87,6 @@ def _run_data_loader(job: Job, index: int) -> None:
     from training.data.data_loader import DataLoader, LoaderSettings
     from training.data.manifest import Manifest
     from training.data.shards import BatchPlan, ShardReader
-    from training.embedding.transport import SocketTransport
 
     training = job.config.training
     data_dir, ranks = Path(job.data_dir), training.roles.nn_worker
@@ -111,8 +109,7 @@ def _run_data_loader(job: Job, index: int) -> None:
             shuffle=training.shuffle,
             window_shards=training.shuffle_window_shards,
         )
-        transport = SocketTransport(training.request_timeout_seconds)
-        with DataLoader(reader, plan, transport, workers, settings=settings, timeline=timeline) as loader:
+        with DataLoader(reader, plan, job.transport(), workers, settings=settings, timeline=timeline) as loader:
             _serve(job, "data_loader", index, loader.handle)
 
 
@@ -137,13 +134,10 @@ def _rendezvous(job: Job) -> Rendezvous:
 
 def _serve(job: Job, role: RoleName, index: int, handler: Handler) -> None:
     """Answer requests until SIGTERM."""
-    from training.embedding.transport import SocketTransport
-
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
-    training, rendezvous = job.config.training, _rendezvous(job)
-    transport = SocketTransport(training.request_timeout_seconds)
-    with transport.serve(handler, rendezvous.listen_address(training.transport, role, index)) as server:
+    rendezvous = _rendezvous(job)
+    with job.transport().serve(handler, rendezvous.listen_address(job.config.training, role, index)) as server:
         rendezvous.announce(role, index, server.address)
         stop.wait()
 

@@ -17,7 +17,7 @@ from training.data.shards import ShardReader
 from training.dense.feeder import Feeder, FeederSettings
 from training.dense.nn_worker import NNWorker, Surroundings
 from training.embedding.messages import Kind
-from training.embedding.transport import Connection, Message, SocketTransport
+from training.embedding.transport import Connection, Message
 from training.errors import CheckpointError, TrainingError
 from training.events import EventLog
 from training.job import Job, Rendezvous
@@ -57,7 +57,7 @@ def _check_start(job: Job, manifest: Manifest) -> None:
 
 def _opened(job: Job, rank: int, rendezvous: Rendezvous, manifest: Manifest, stack: ExitStack) -> NNWorker:
     config, training = job.config, job.config.training
-    transport = SocketTransport(training.request_timeout_seconds)
+    transport = job.transport()
     first_step = job.first_step
     servers: list[Connection] = []
     if rank == 0:
