@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from training.embedding.buffers import Bytes, Shelf, Staging
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.messages import Kind
 from training.embedding.transport import Connection, Message, Transport
@@ -45,6 +46,8 @@ class FedBatch:
     """[N, E]"""
     staleness: int
     unique_ratio: float
+    memory: Bytes
+    """What ``embeddings`` lie in; used again after ``Feeder.push``."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Feeder:
         self._threads = ThreadPoolExecutor(2 * min(permits, MAX_REQUEST_THREADS), thread_name_prefix="request")
         self._dispatcher = threading.Thread(target=self._dispatch, name="dispatch", daemon=True)
         self._local = threading.local()
+        self._shelf = Shelf()
         self._changed = threading.Condition()
         self._limit = settings.first_step
         self._closing = False
@@ -126,7 +130,11 @@ class Feeder:
         return batch
 
     def push(self, batch: FedBatch, gradient_NE: npt.NDArray[np.float32] | None) -> None:
-        """Send the batch's gradient (None: the step is skipped) and go on; the permit returns on acknowledgement."""
+        """Send the batch's gradient (None: the step is skipped) and go on; the permit returns on acknowledgement.
+
+        The batch's embeddings must not be used any more.
+        """
+        self._shelf.put(batch.memory)
         with self._changed:
             self._pending_updates += 1
         self._threads.submit(self._update, batch, gradient_NE)
@@ -189,9 +197,9 @@ class Feeder:
         with self.timeline.span("look_up", meta["step"]):
             reply = worker.request(Message(Kind.LOOK_UP, {"ref": meta["ref"]}))
         with self.timeline.span("decode", meta["step"]):
-            embeddings = decode(reply.arrays[0], reply.meta["scale"])
-            if embeddings is reply.arrays[0]:
-                embeddings = embeddings.copy()
+            shape = reply.arrays[0].shape
+            memory = self._shelf.take(4 * int(np.prod(shape)))
+            embeddings = decode(reply.arrays[0], reply.meta["scale"], Staging(memory).array(shape, np.float32))
         return FedBatch(
             meta["step"],
             meta["ref"],
@@ -202,18 +210,20 @@ class Feeder:
             embeddings,
             staleness,
             reply.meta["unique_ratio"],
+            memory,
         )
 
     def _update(self, batch: FedBatch, gradient_NE: npt.NDArray[np.float32] | None) -> None:
         meta: dict[str, Any] = {"ref": batch.ref, "skip": gradient_NE is None, "scale": 1.0}
         arrays = []
         try:
+            worker = self._worker(batch.worker)
             if gradient_NE is not None:
                 with self.timeline.span("encode", batch.step):
-                    block, meta["scale"] = encode(gradient_NE, self._wire_dtype)
+                    block, meta["scale"] = encode(gradient_NE, self._wire_dtype, worker.array(gradient_NE.shape, self._wire_dtype))
                     arrays.append(block)
             with self.timeline.span("update", batch.step):
-                self._worker(batch.worker).request(Message(Kind.UPDATE, meta, arrays))
+                worker.request(Message(Kind.UPDATE, meta, arrays))
         except SatrapError as error:
             with self._changed:
                 self._failure = self._failure or error

@@ -121,7 +121,7 @@ class NNWorker:
         gradient_NE = embeddings_NE.grad
         assert gradient_NE is not None
         if self._all_finite(summed, gradient_NE):
-            self.around.feeder.push(batch, (gradient_NE / self.world).numpy())
+            self.around.feeder.push(batch, (gradient_NE / self.world if self.world > 1 else gradient_NE).numpy())
             self.optimizer.step()
             self._skipped_in_a_row = 0
         else:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from training.embedding.buffers import Scratch
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.dedup import dedup, server_of, sum_gradients
 from training.embedding.messages import Kind
@@ -65,6 +66,7 @@ class ParameterServer:
         self._timeout_seconds = timeout_seconds
         self._locks = [threading.Lock() for _ in tables]
         self._steps: dict[int, _Step] = {}
+        self._scratch = Scratch()
         self._arrived = threading.Condition()
         self._absent = 0
         self._inserted = 0
@@ -126,12 +128,13 @@ class ParameterServer:
         insert, step, span = bool(message.meta["insert"]), int(message.meta["step"]), self._timeline.span
         blocks, scales = [], []
         for table, lock, signs in zip(self.tables, self._locks, message.arrays, strict=True):
-            rows = np.empty((len(signs), table.dim), np.float32)
+            shape, full = (len(signs), table.dim), self._wire_dtype == np.float32
+            rows = message.array(shape, np.float32) if full else self._scratch.array("rows", shape, np.float32)
             with span("look_up", step), lock:
                 counts = table.lookup(signs, rows, insert=insert)
             self._inserted += counts.inserted
             with span("encode", step):
-                block, scale = encode(rows, self._wire_dtype)
+                block, scale = (rows, 1.0) if full else encode(rows, self._wire_dtype, message.array(shape, self._wire_dtype))
             blocks.append(block)
             scales.append(scale)
         return Message(Kind.ROWS, {"scales": scales}, blocks)
@@ -139,7 +142,12 @@ class ParameterServer:
     def _apply(self, message: Message) -> Message:
         arrays, scales, step = message.arrays, message.meta["scales"], int(message.meta["step"])
         with self._timeline.span("decode", step):
-            parts = [(arrays[2 * t], decode(arrays[2 * t + 1], scales[t])) for t in range(len(arrays) // 2)]
+            parts = []
+            for t, scale in enumerate(scales):
+                signs, block = arrays[2 * t], arrays[2 * t + 1]
+                if block.dtype != np.float32:
+                    block = decode(block, scale, self._scratch.array(f"gradients {t}", block.shape, np.float32))
+                parts.append((signs, block))
         if self._sync_ranks > 1:
             self._apply_with_all_ranks(step, int(message.meta["rank"]), parts)
         else:
@@ -156,7 +164,7 @@ class ParameterServer:
     def _apply_with_all_ranks(self, number: int, rank: int, parts: list[tuple[Signs, Rows]]) -> None:
         with self._arrived:
             step = self._steps.setdefault(number, _Step())
-            # The arrays are views of this connection's buffer; its thread waits below until they are used.
+            # The arrays are this thread's and its connection's; it waits below until they are used.
             step.parts[rank] = parts
             if len(step.parts) == self._sync_ranks:
                 try:

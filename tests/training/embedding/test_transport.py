@@ -232,12 +232,12 @@ def test_a_cut_connection_is_made_again_and_nothing_is_done_twice(tmp_path, addr
         counter.server = server
         connection = transport.connect(server.address, peer="parameter_server-0")
         for n in range(5):
-            if cut == "before the request" and n in (2, 3):
+            if cut == "before the request" and n in (1, 3):  # A cut may be noticed at the next request only.
                 connection._channel.sock.shutdown(socket.SHUT_RDWR)
             request = connection.array((200_000,), np.int64)
             request[:] = 7
             connection.send(Message(Kind.APPLY, {"n": n}, [request]))
-            if cut == "before the reply is read" and n in (2, 3):
+            if cut == "before the reply is read" and n in (1, 3):  # A cut may be noticed at the next request only.
                 connection._channel.sock.shutdown(socket.SHUT_RDWR)
             np.testing.assert_array_equal(connection.receive().arrays[0], np.full(200_000, 7 + n))
         connection.close()
