@@ -5,6 +5,7 @@ For tests, debugging and notebooks; results equal those of processes in mode syn
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,11 +22,30 @@ from training.dense.session import restore_rows
 from training.embedding.embedding_worker import EmbeddingWorker
 from training.embedding.parameter_server import ParameterServer
 from training.embedding.slots import slots, tables
-from training.embedding.transport import InProcessTransport
+from training.embedding.sockets import SocketTransport
+from training.embedding.transport import Connection, Handler, InProcessTransport, Server, Transport
 from training.errors import ConfigError
 from training.events import EventLog
 from training.job import total_steps
 from training.profile import FOLDER, Timeline
+
+
+class _Here:
+    """Serves and finds roles by name, by calls or over sockets."""
+
+    def __init__(self, sockets: Path | None, timeout_seconds: float) -> None:
+        self._sockets = sockets
+        self._transport: Transport = InProcessTransport()
+        if sockets is not None:
+            self._transport = SocketTransport(timeout_seconds, secrets.token_hex(16), shared_memory=True)
+
+    def connect(self, address: str, *, peer: str) -> Connection:
+        """See ``Transport.connect``."""
+        return self._transport.connect(address, peer=peer)
+
+    def serve(self, handler: Handler, address: str) -> Server:
+        """See ``Transport.serve``; the address is a role's name."""
+        return self._transport.serve(handler, address if self._sockets is None else f"unix:{self._sockets}/{address}")
 
 
 @contextmanager
@@ -37,12 +57,18 @@ def in_process_trainer(
     events: EventLog,
     resume: Path | None = None,
     tensorboard: bool = False,
+    sockets: Path | None = None,
     wrap: Callable[[ParameterServer], ParameterServer] = lambda server: server,
 ) -> Iterator[NNWorker]:
-    """An ``NNWorker`` ready to ``run()``. ``wrap`` may replace each parameter server by one that observes it."""
+    """An ``NNWorker`` ready to ``run()``.
+
+    ``sockets``: a directory (of a short path) for Unix sockets; roles then talk as processes do, arrays through shared memory.
+    ``wrap`` may replace each parameter server by one that observes it.
+    """
     if config.training.roles.nn_worker != 1:
         raise ConfigError([f"training.roles.nn_worker: a trainer in one process has 1 rank, not {config.training.roles.nn_worker}"])
-    training, manifest, transport = config.training, Manifest.load(data_dir), InProcessTransport()
+    training, manifest = config.training, Manifest.load(data_dir)
+    transport = _Here(sockets, training.request_timeout_seconds)
     first_step = CheckpointManifest.load(resume).step if resume else 0
     with ExitStack() as stack:
 
@@ -60,7 +86,9 @@ def in_process_trainer(
             workers.append(stack.enter_context(transport.serve(worker.handle, name)).address)
         steps = first_step, total_steps(config, manifest)
         loaders = _loaders(config, data_dir, transport, workers, steps=steps, stack=stack, timeline=timeline)
-        connections = [transport.connect(address, peer=address) for address in servers]
+        connections = [transport.connect(address, peer=f"parameter_server-{i}") for i, address in enumerate(servers)]
+        for connection in connections:
+            stack.callback(connection.close)
         if resume:
             restore_rows(connections, resume)
         settings = FeederSettings(0, first_step, training.staleness_bound, training.wire_dtype)
@@ -75,7 +103,7 @@ def in_process_trainer(
 
 def _servers(
     config: Config,
-    transport: InProcessTransport,
+    transport: _Here,
     stack: ExitStack,
     wrap: Callable[[ParameterServer], ParameterServer],
     timeline: Callable[[str], Timeline],
@@ -95,7 +123,7 @@ def _servers(
 def _loaders(
     config: Config,
     data_dir: Path,
-    transport: InProcessTransport,
+    transport: _Here,
     workers: list[str],
     *,
     steps: tuple[int, int],
