@@ -11,7 +11,7 @@ from training import launcher
 from training.errors import TrainingError
 from training.profile import Timeline, latencies, write_trace
 
-WORKER_PHASES = {"dedup", "send", "wait_rows", "decode", "pool", "sum", "push_encode", "push_send", "wait_applied"}
+WORKER_PHASES = {"dedup", "send", "wait_rows", "pool", "sum", "push_encode", "push_send", "wait_applied"}
 PHASES = {
     "data_loader-0": {"read", "put_ids"},
     "embedding_worker-0": WORKER_PHASES,

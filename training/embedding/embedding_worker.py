@@ -197,7 +197,7 @@ class EmbeddingWorker:
             return np.ascontiguousarray(ids.signs).reshape(-1), bounds
         signs = self._scratch.array("signs", (count,), np.uint64)
         if len(table.singles):
-            np.take(ids.signs, table.singles, axis=1, out=signs[: bounds[0]].reshape(len(ids.signs), -1), mode="clip")
+            np.take(ids.signs, table.singles, axis=1, out=signs[: bounds[0]].reshape(len(ids.signs), len(table.singles)), mode="clip")
         for bag, first, last in zip(table.bags, bounds, bounds[1:], strict=False):
             signs[first:last] = ids.bags[bag.bag][1]
         return signs, bounds

@@ -295,3 +295,11 @@ def cutting(server, applied):
         return reply
 
     return cut
+
+
+def test_a_batch_of_no_records_is_looked_up_and_updated(stack):
+    """A late rank of a short last step."""
+    cluster = Cluster(stack, [single("a"), bag("b", "sum"), single("c", table=1)], [spec(), spec(name="u")])
+    cluster.put(1, np.zeros((0, 2)), [([0], [])])
+    assert cluster.look_up(1).shape == (0, 9)
+    cluster.update(1, np.zeros((0, 9)))
