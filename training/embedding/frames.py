@@ -206,7 +206,7 @@ def _send_all(sock: socket.socket, views: list[memoryview]) -> None:
 def _fill(sock: socket.socket, view: memoryview, *, may_end: bool = False) -> bool:
     done = 0
     while done < len(view):
-        received = sock.recv_into(view[done:])
+        received = sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
         if received == 0:
             if may_end and done == 0:
                 return False
