@@ -1,8 +1,8 @@
 """What a training run shows in TensorBoard; one place for every tag.
 
 Scalars: ``train/loss``, ``train/skipped_steps``, ``valid/<metric>``, ``throughput/samples_per_second``, ``staleness/mean|max``,
-``latency_ms/<phase>``, ``queue/ready_batches``, ``embedding/unique_ratio``,
-``table_<name>/rows|evicted|fill``, ``learning_rate/dense|<table>``.
+``latency_ms/<phase>`` of the rank, ``latency_ms/worker_<phase>``, ``latency_ms/server_<phase>``,
+``queue/ready_batches``, ``embedding/unique_ratio``, ``table_<name>/rows|evicted|fill``, ``learning_rate/dense|<table>``.
 Histogram: ``staleness/batches``. Curves: ``valid/pr``. HParams at the end. Projector: ``rows/<slot table>`` if asked for.
 """
 
