@@ -104,6 +104,7 @@ def train(config: Path, data: Path, overrides: tuple[str, ...], output: Path, re
 
     with _shown("train") as current:
         result = work(loaded, data, output, events=current.events, resume=resume, warm_start=warm_start)
+        current.message = result.summary
     if result.metrics:
         click.echo(metrics_table({"valid": result.metrics}))
     click.echo(str(result.checkpoint))
@@ -115,15 +116,25 @@ def train(config: Path, data: Path, overrides: tuple[str, ...], output: Path, re
 @_CHECKPOINT
 @SET
 @_output("Directory for evaluation.json, report.html and tensorboard/.")
-@click.option("--champion", type=click.Path(path_type=Path), help="Checkpoint to compare with on the same test split.")
+@click.option(
+    "--champion",
+    type=click.Path(path_type=Path),
+    help="Checkpoint or version to compare with on the same test split; the champion of <output.root>/registry when absent.",
+)
 def evaluate(config: Path, data: Path, checkpoint: Path, overrides: tuple[str, ...], output: Path, champion: Path | None) -> None:
     """Measure a checkpoint on the test split of a data directory."""
     from training.config_file import load_config
 
     loaded = load_config(config, overrides)
+    from infra.registry import Registry
     from pipelines.summary import metrics_table
     from training.evaluate import evaluate as work
 
+    if champion is None:
+        present = Registry.of(loaded).champion(loaded.name)
+        champion = present.checkpoint if present else None
+    elif (champion / "checkpoint").is_dir():
+        champion = champion / "checkpoint"
     with _shown("evaluate") as current:
         result = work(loaded, data, checkpoint, output, champion=champion, events=current.events)
     click.echo(metrics_table({"candidate": result.metrics}))

@@ -106,7 +106,7 @@ class LiveView:
             if (task := self._tasks.pop(event["name"], None)) is not None:
                 self._progress.remove_task(task)
             style = _STYLES.get(event["status"], "yellow")
-            mark = "x" if event["status"] == "failed" else "\u2713"
+            mark = "\u2717" if event["status"] == "failed" else "\u2713"
             self._print(f"[{style}]{mark}[/{style}] {escape(stage_line(event))}")
         elif event["kind"] == "note":
             self._print(f"  {escape(event['stage']):<11}{escape(event['message'])}")
@@ -162,7 +162,9 @@ def stage_line(event: Event) -> str:
     """``train      done     41.2 s  message``: how a stage ended."""
     status, seconds = event["status"], event.get("seconds", 0.0)
     word = "stopped" if event.get("error") == "KeyboardInterrupt" else _WORDS.get(status, status)
-    first, *more = str(event.get("message", "")).splitlines() or [""]
+    # The text of a failure follows as the command's error; here it would only stand twice.
+    text = "" if status == "failed" and word == "FAILED" else str(event.get("message", ""))
+    first, *more = text.splitlines() or [""]
     line = f"{event['name']:<11}{word:<8}{seconds:>7.1f} s  {first}".rstrip()
     return "\n".join([line, *(" " * 30 + text for text in more)])
 

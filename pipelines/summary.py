@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ def run_report(record: RunRecord, run_dir: Path) -> str:
     lines += [f"{label:<13}{short(path)}" for name, label in names.items() if (path := record.paths.get(name)) and Path(path).exists()]
     lines += [f"{'TensorBoard':<13}{_command()} tensorboard {record.id}{_root_option(run_dir)}"] if _has_board(run_dir) else []
     if record.status != "succeeded" and any(run_dir.glob("train/checkpoints/step-*/manifest.json")):
-        lines.append(f"{'to go on':<13}{_command()} run CONFIG --resume {record.id}")
+        config = shlex.quote(short(run_dir / "config.yaml"))
+        lines.append(f"{'to go on':<13}{_command()} run {config} --resume {record.id}")
     lines.append(f"{'log':<13}{short(run_dir / 'logs' / 'pipeline.log')}")
     lines.append(f"{'run':<13}{record.id}: {record.status} in {record.seconds or 0.0:.1f} s")
     return "\n".join(lines)
@@ -118,4 +120,4 @@ def _command() -> str:
 
 def _root_option(run_dir: Path) -> str:
     root = run_dir.parent.parent
-    return "" if root == Path.cwd() / "satrap-runs" else f" --root {short(root)}"
+    return "" if root == Path.cwd() / "satrap-runs" else f" --root {shlex.quote(short(root))}"

@@ -146,8 +146,11 @@ def newest_checkpoint(path: Path) -> Path:
     return max(found, key=lambda p: CheckpointManifest.load(p, verify=False).step)
 
 
-def check_resumable(checkpoint: Path, config: Config, *, fingerprint: str) -> None:
-    """Raise ``CheckpointError`` listing what differs, unless going on from the checkpoint continues the same run."""
+def check_resumable(checkpoint: Path, config: Config, *, fingerprint: str | None = None) -> None:
+    """Raise ``CheckpointError`` listing what differs, unless going on from the checkpoint continues the same run and steps are left.
+
+    ``fingerprint`` is that of the data, if they are there already.
+    """
     manifest = CheckpointManifest.load(checkpoint)
     theirs, ours = load_config_of(checkpoint).to_dict(), config.to_dict()
     problems = [f"{section} differs" for section in ("schema", "split", "embedding", "model") if theirs[section] != ours[section]]
@@ -156,11 +159,17 @@ def check_resumable(checkpoint: Path, config: Config, *, fingerprint: str) -> No
             problems.append(f"training.{key} is {ours['training'][key]!r}, was {theirs['training'][key]!r}")
     if theirs["training"]["roles"]["nn_worker"] != ours["training"]["roles"]["nn_worker"]:
         problems.append("training.roles.nn_worker differs")
-    if manifest.fingerprint != fingerprint:
+    if fingerprint is not None and manifest.fingerprint != fingerprint:
         problems.append("the data differ (another fingerprint)")
     if problems:
         raise CheckpointError(
             f"{checkpoint}: cannot be resumed: {'; '.join(problems)}. Restore these settings, or use it as a warm start instead"
+        )
+    steps = config.training.epochs * manifest.steps_per_epoch
+    last = min(steps, config.training.max_steps or steps)
+    if manifest.step >= last:
+        raise CheckpointError(
+            f"{checkpoint}: is of step {manifest.step} and the run ends at {last}: raise training.epochs or training.max_steps"
         )
 
 

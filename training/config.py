@@ -18,6 +18,7 @@ PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
 SplitName = Literal["train", "valid", "test"]
+TIME_FORMATS = ("epoch_seconds", "epoch_milliseconds", "iso8601")
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 
@@ -90,6 +91,14 @@ class TimeConfig(Section):
     format: str = Field(
         "epoch_seconds", description="epoch_seconds, epoch_milliseconds, iso8601, or a strptime pattern such as %y%m%d%H (UTC)."
     )
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if "%" not in self.format and self.format not in TIME_FORMATS:
+            raise ValueError(
+                f"format: {self.format!r} is not one of {', '.join(TIME_FORMATS)}, nor a strptime pattern such as %Y-%m-%d %H:%M:%S"
+            )
+        return self
 
 
 class DenseFeature(Section):
@@ -210,6 +219,14 @@ class SplitConfig(Section):
     )
     key: list[str] = Field([], description="By hash: columns whose values decide; the whole record when empty.")
     salt: str = Field("satrap", description="Changes which records fall where under the hash.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_fractions(cls, given: Any) -> Any:
+        """So that the resolved configuration shows the shares in force."""
+        if isinstance(given, dict) and given.get("by") in ("time", "hash") and given.get("fractions") is None:
+            return {**given, "fractions": {}}
+        return given
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from training.checkpoint import CheckpointManifest, check_resumable, check_warm_startable, newest_checkpoint
+from training.checkpoint import check_resumable, check_warm_startable, newest_checkpoint
 from training.config import Config
 from training.data.manifest import Manifest
 from training.errors import CheckpointError, ConfigError, RoleError
@@ -47,6 +47,18 @@ class TrainResult:
     steps: int
     skipped_steps: int
     stopped_early: bool
+    best_step: int | None
+    """The step of the checkpoint, where early stopping chose it."""
+
+    @property
+    def summary(self) -> str:
+        """One line: steps, why they were no more, metrics."""
+        parts = [f"{self.steps:,} steps"]
+        if self.best_step is not None and self.best_step != self.steps:
+            parts[0] += f"{', stopped early' if self.stopped_early else ''}, kept step {self.best_step:,} (best on valid)"
+        if self.skipped_steps:
+            parts[0] += f", {self.skipped_steps:,} skipped (not finite)"
+        return "  ".join([*parts, *(f"valid {name} {value:.4f}" for name, value in self.metrics.items())])
 
 
 def train(
@@ -67,8 +79,6 @@ def train(
     if resume is not None:
         resume = newest_checkpoint(resume).absolute()
         check_resumable(resume, config, fingerprint=manifest.fingerprint)
-        if (done := CheckpointManifest.load(resume, verify=False).step) >= (last := total_steps(config, manifest)):
-            raise CheckpointError(f"{resume}: is of step {done} and the run ends at {last}: raise training.epochs or training.max_steps")
     elif any((output_dir / "checkpoints").glob("step-*")):
         raise CheckpointError(f"{output_dir}: holds checkpoints of a run that was cut off; go on with --resume {output_dir}, or remove it")
     if warm_start is not None:
@@ -96,7 +106,13 @@ def train(
     Path(result["checkpoint"]).rename(checkpoint)
     shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
     return TrainResult(
-        checkpoint, output_dir / "tensorboard", result["metrics"], result["steps"], result["skipped_steps"], result["stopped_early"]
+        checkpoint=checkpoint,
+        tensorboard=output_dir / "tensorboard",
+        metrics=result["metrics"],
+        steps=result["steps"],
+        skipped_steps=result["skipped_steps"],
+        stopped_early=result["stopped_early"],
+        best_step=result["best_step"],
     )
 
 

@@ -35,8 +35,8 @@ def run_role(name: str, *, index: int, job: Path) -> int:
         description = Job.model_validate_json(job.read_bytes())
     except FileNotFoundError:
         raise RoleError(f"{job}: no such file; a role needs the job.json that `satrap train` wrote") from None
-    except ValueError as error:
-        raise RoleError(f"{job}: not a job description: {error}") from None
+    except ValueError:
+        raise RoleError(f"{job}: not a job description; a role needs the job.json that `satrap train` wrote") from None
     if not 0 <= index < description.count(role):
         raise RoleError(f"{role} has {description.count(role)} process(es) in this job; index {index} is not one of them")
     try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from training.errors import SatrapError
+from training.errors import SatrapError, os_error_text
 from training.events import EventLog
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -69,6 +69,8 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SatrapError):
         return str(error)
+    if isinstance(error, OSError):
+        return os_error_text(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return f"unexpected {type(error).__name__}: {error}"

@@ -86,7 +86,7 @@ def test_help_of_every_command_imports_nothing_heavy():
             1,
             "nowhere: no manifest.json, so not a finished data directory; run `satrap preprocess`",
         ),
-        (["role", "waiter", "--index", "0", "--job", "job.json"], 1, "'waiter' is no role; roles are parameter_server"),
+        (["role", "waiter", "--index", "0", "--job", "job.json"], 2, "'waiter' is not one of 'parameter_server'"),
         (["role", "parameter_server", "--index", "0", "--job", "job.json"], 1, "job.json: no such file"),
         (["preprocess", "satrap.yaml"], 1, "a.csv"),
     ],

@@ -35,7 +35,11 @@ def plain(*events):
             {"name": "train", "status": "failed", "seconds": 3, "message": "interrupted", "error": "KeyboardInterrupt"},
             "train      stopped     3.0 s  interrupted",
         ),
-        ({"name": "validate", "status": "failed", "seconds": 1, "message": "a\nb"}, "validate   FAILED      1.0 s  a\n" + " " * 30 + "b"),
+        (
+            {"name": "validate", "status": "succeeded", "seconds": 1, "message": "a\nb"},
+            "validate   done        1.0 s  a\n" + " " * 30 + "b",
+        ),
+        ({"name": "validate", "status": "failed", "seconds": 1, "message": "told by the command's error"}, "validate   FAILED      1.0 s"),
     ],
 )
 def test_a_finished_stage_is_one_line_with_status_seconds_and_message(event, line):

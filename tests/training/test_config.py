@@ -47,6 +47,11 @@ def problems(path, *overrides):
         ("training.roles.parameter_server=0", ["training.roles.parameter_server: got 0"]),
         ("data.format=xml", ["data.format: 'xml' is not one of 'csv', 'tsv', 'jsonl' or 'parquet'"]),
         ("data={paths: [a], format: tsv, delimiter: ;}", ["delimiter: only meaningful with format csv, not tsv"]),
+        (
+            "schema.time={column: t, format: iso}",
+            ["schema.time.format: 'iso' is not one of epoch_seconds, epoch_milliseconds, iso8601, nor a"],
+        ),
+        ("data.paths=a.csv", ["data.paths: got 'a.csv', expected a list: write [a.csv]"]),
         ("data.header=false", ["columns: required when header is false"]),
         ("data.paths=[]", ["data.paths: got []"]),
         ("data.max_dead_fraction=1.5", ["data.max_dead_fraction: got 1.5, input should be less than or equal to 1"]),
@@ -167,3 +172,7 @@ def test_every_value_is_documented():
     for path, field in fields(Config):
         is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         assert field.description or is_section, path
+
+
+def test_the_resolved_configuration_shows_the_shares_in_force(write):
+    assert load_config(write(GOOD)).to_dict()["split"]["fractions"] == {"train": 0.8, "valid": 0.1, "test": 0.1}

@@ -41,6 +41,7 @@ def train_rank(job: Job, rank: int, rendezvous: Rendezvous) -> None:
                 result = {"checkpoint": str(checkpoint), "metrics": worker.progress.metrics, "steps": worker.progress.step}
                 result["skipped_steps"] = worker.progress.skipped_steps
                 result["stopped_early"] = worker.progress.stopped_early
+                result["best_step"] = worker.progress.best_step
                 Path(job.rendezvous, "result.json").write_text(json.dumps(result))
     except RuntimeError as error:
         if "Connection" in str(error) or "gloo" in str(error).lower() or "timed out" in str(error).lower():
