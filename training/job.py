@@ -52,13 +52,13 @@ class Job(BaseModel):
         """The run's configuration."""
         return parse_config(self.config_json)
 
-    def transport(self) -> SocketTransport:
-        """How this job's roles reach one another."""
+    def transport(self, timeout_seconds: float | None = None) -> SocketTransport:
+        """How this job's roles reach one another; an answer may take ``training.request_timeout_seconds`` unless told otherwise."""
         from training.embedding.sockets import SocketTransport, is_loopback
 
         training = self.config.training
         return SocketTransport(
-            training.request_timeout_seconds,
+            timeout_seconds or training.request_timeout_seconds,
             self.token,
             shared_memory=training.transport == "shared_memory",
             open_to_network=not is_loopback(training.tcp_host),
@@ -109,6 +109,16 @@ class Rendezvous:
                 )
             time.sleep(0.02)
         return [str(json.loads(path.read_text())["address"]) for path in paths]
+
+
+def usable_cores() -> int:
+    """Cores this process may use: what the scheduler allows, within the container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
 
 
 def total_steps(config: Config, manifest: Manifest) -> int:

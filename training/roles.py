@@ -1,7 +1,7 @@
 """What a process or pod of a role runs: ``run_role`` builds the role from the job description and serves until it is done or told to stop.
 
-Exit status 0: done, or asked to stop by SIGTERM. Status 1: a ``SatrapError``; its text is the last line on standard error and stands in
-``failure-<role>-<index>.txt`` of the rendezvous directory.
+Exit status 0: done, or told to stop by SIGTERM; an nn_worker told to stop is not done: 143. Status 1: a ``SatrapError``; its text is the
+last line on standard error and stands in ``failure-<role>-<index>.txt`` of the rendezvous directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from training.embedding.transport import Handler
 
 PR_SET_PDEATHSIG = 1
+HEARTBEAT_SECONDS = 1.0
 
 
 def run_role(name: str, *, index: int, job: Path) -> int:
@@ -40,7 +42,8 @@ def run_role(name: str, *, index: int, job: Path) -> int:
     if not 0 <= index < description.count(role):
         raise RoleError(f"{role} has {description.count(role)} process(es) in this job; index {index} is not one of them")
     try:
-        _RUNNERS[role](description, index)
+        with _heartbeat(Path(description.rendezvous, f"alive-{role}-{index}")):
+            _RUNNERS[role](description, index)
     except SatrapError as error:
         Path(description.rendezvous, f"failure-{role}-{index}.txt").write_text(str(error), encoding="utf-8")
         sys.stderr.write(f"error: {error}\n")
@@ -146,11 +149,32 @@ def _stopping_raises() -> ExitStack:
     """While open, SIGTERM ends the main thread's work as an exception, so that files and sockets are closed."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(0)
+        raise SystemExit(128 + signal.SIGTERM)
 
     stack = ExitStack()
     stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, stop))
     return stack
+
+
+@contextmanager
+def _heartbeat(path: Path) -> Iterator[None]:
+    """Touch a file every second: a process that is stopped or starved stops doing so, and the launcher notices."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while True:
+            with suppress(OSError):  # The directory is gone: the run is over.
+                path.touch()
+            if ended.wait(HEARTBEAT_SECONDS):
+                return
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def die_with(parent: int) -> None:
@@ -169,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the launcher")
     given = parser.parse_args(arguments)
     die_with(given.parent)
-    # Ctrl-C goes to the whole foreground group; the launcher alone decides what it means.
+    # Only the launcher decides what Ctrl-C means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return run_role(given.role, index=given.index, job=given.job)
 

@@ -16,6 +16,7 @@ from training.dense.models import build_model, build_optimizer
 from training.embedding.messages import Kind
 from training.embedding.slots import slots, tables
 from training.embedding.table import EmbeddingTable
+from training.errors import TrainingError
 from training.events import read_events
 from training.in_process import in_process_trainer
 from training.scorer import Scorer
@@ -237,12 +238,21 @@ def rank_tables(rank):
 
 
 def test_a_run_of_nothing_but_nan_fails_and_says_why(configured, clicks_data, tmp_path, events):
-    from training.errors import TrainingError
-
-    config = configured("training.epochs=20", "training.dense_optimizer={name: sgd, learning_rate: 1.0e30}")
+    config = configured(
+        "training.epochs=20", "training.evaluate_every_steps=1000", "training.dense_optimizer={name: sgd, learning_rate: 1.0e30}"
+    )
     with (
         pytest.raises(TrainingError, match=r"100 steps in a row.*learning_rate"),
         in_process_trainer(config, clicks_data, tmp_path, events=events) as rank,
+    ):
+        rank.run()
+
+
+def test_a_run_whose_model_diverged_fails_at_its_next_evaluation(configured, clicks_data, tmp_path, events):
+    config = configured("training.dense_optimizer={name: sgd, learning_rate: 1.0e30}")
+    with (
+        in_process_trainer(config, clicks_data, tmp_path, events=events) as rank,
+        pytest.raises(TrainingError, match=r"has diverged: at step 14 it scores \d+ of \d+ valid records as NaN or infinite"),
     ):
         rank.run()
 

@@ -23,7 +23,7 @@ from training.embedding.buffers import Bytes, Shelf, Staging
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.messages import Kind
 from training.embedding.transport import Connection, Message, Transport
-from training.errors import SatrapError
+from training.errors import SatrapError, TrainingError
 from training.profile import Timeline
 
 # More threads than this do not help: each only waits for its worker's answer.
@@ -179,8 +179,8 @@ class Feeder:
                     return
                 self._ready.put(self._threads.submit(self._look_up, meta, dense, label))
                 step += 1
-        except SatrapError as error:
-            self._ready.put(error)
+        except Exception as error:  # noqa: BLE001 - handed to the rank, which would wait for ever
+            self._ready.put(_as_satrap_error(error))
 
     def _admitted(self, step: int) -> bool:
         """Wait for the boundary and a permit; False if the feeder is closing."""
@@ -224,11 +224,12 @@ class Feeder:
                     arrays.append(block)
             with self.timeline.span("update", batch.step):
                 worker.request(Message(Kind.UPDATE, meta, arrays))
-        except SatrapError as error:
+        except Exception as error:  # noqa: BLE001 - handed to the rank, which would wait for ever
+            failure = _as_satrap_error(error)
             with self._changed:
-                self._failure = self._failure or error
+                self._failure = self._failure or failure
                 self._changed.notify_all()
-            self._ready.put(error)  # The rank may be waiting for a batch that will never be admitted.
+            self._ready.put(failure)  # The rank may be waiting for a batch that will never be admitted.
             return
         with self._changed:
             self._unacknowledged -= 1
@@ -250,3 +251,7 @@ class Feeder:
         with self._changed:
             self._connections.append(connection)
         return connection
+
+
+def _as_satrap_error(error: Exception) -> SatrapError:
+    return error if isinstance(error, SatrapError) else TrainingError(f"unexpected {type(error).__name__}: {error}")

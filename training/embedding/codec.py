@@ -67,7 +67,7 @@ def scale_for(largest: float) -> float:
     if largest == 0.0:
         return 2.0**MAX_EXPONENT
     exponent = HALF_LARGEST_EXPONENT - math.frexp(largest)[1]
-    return 2.0 ** max(-MAX_EXPONENT, min(MAX_EXPONENT, exponent))
+    return 2.0 ** max(-126, min(MAX_EXPONENT, exponent))
 
 
 @intrinsic

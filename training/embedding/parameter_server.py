@@ -7,6 +7,7 @@ Modes hybrid and async: every update is applied on arrival.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,15 +26,15 @@ from training.embedding.messages import Kind
 from training.embedding.slots import TableSpec
 from training.embedding.table import EmbeddingTable
 from training.embedding.transport import Message
-from training.errors import RoleError, TrainingError, TransportError
+from training.errors import CheckpointError, RoleError, TrainingError, TransportError, os_error_text
 from training.profile import Timeline
 
 Signs = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.float32]
 
-# Hashing spreads signs binomially over servers; 2 % + 64 rows of room keeps the fullest of 1,024 servers within its part.
-SPREAD = 1.02
-SPREAD_ROWS = 64
+# Hashing spreads signs binomially over servers, with a deviation of at most the root of the mean. Five of them are exceeded by one server
+# in three million.
+SPREAD = 5.0
 
 
 @dataclass
@@ -91,7 +92,8 @@ class ParameterServer:
         with ExitStack() as stack:
             tables = []
             for spec in specs:
-                capacity = int(-(-spec.capacity_rows // num_servers) * (SPREAD if num_servers > 1 else 1.0)) + SPREAD_ROWS
+                mean = -(-spec.capacity_rows // num_servers)
+                capacity = mean + int(SPREAD * math.sqrt(mean)) if num_servers > 1 else mean
                 tables.append(stack.enter_context(EmbeddingTable.create(spec, capacity_rows=capacity, seed=seed, num_servers=num_servers)))
             server = cls(specs, tables, wire_dtype=wire_dtype, sync_ranks=sync_ranks, timeout_seconds=timeout_seconds, timeline=timeline)
             server._stack = stack.pop_all()
@@ -132,7 +134,7 @@ class ParameterServer:
             rows = message.array(shape, np.float32) if full else self._scratch.array("rows", shape, np.float32)
             with span("look_up", step), lock:
                 counts = table.lookup(signs, rows, insert=insert)
-            self._inserted += counts.inserted
+                self._inserted += counts.inserted
             with span("encode", step):
                 block, scale = (rows, 1.0) if full else encode(rows, self._wire_dtype, message.array(shape, self._wire_dtype))
             blocks.append(block)
@@ -159,7 +161,7 @@ class ParameterServer:
             for table, lock, (signs, gradients) in zip(self.tables, self._locks, parts, strict=False):
                 with lock:
                     counts = table.update(signs, gradients)
-                self._absent += counts.absent
+                    self._absent += counts.absent
 
     def _apply_with_all_ranks(self, number: int, rank: int, parts: list[tuple[Signs, Rows]]) -> None:
         with self._arrived:
@@ -169,8 +171,8 @@ class ParameterServer:
             if len(step.parts) == self._sync_ranks:
                 try:
                     self._update(number, _merged([step.parts[r] for r in sorted(step.parts)]))
-                except TrainingError as error:
-                    step.failure = str(error)
+                except Exception as error:  # noqa: BLE001 - every rank must learn of it, not only the one that came last
+                    step.failure = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
                 step.applied = True
                 del self._steps[number]
                 self._arrived.notify_all()
@@ -184,9 +186,12 @@ class ParameterServer:
         metas = []
         for index, (table, lock) in enumerate(zip(self.tables, self._locks, strict=True)):
             part = directory / f"table-{index}"
-            part.mkdir(parents=True, exist_ok=True)
-            with lock:
-                metas.append(table.snapshot(part))
+            try:
+                part.mkdir(parents=True, exist_ok=True)
+                with lock:
+                    metas.append(table.snapshot(part))
+            except OSError as error:
+                raise CheckpointError(os_error_text(error)) from None
         return Message(Kind.OK, {"tables": metas})
 
     def _restore(self, meta: dict[str, Any]) -> Message:

@@ -362,7 +362,7 @@ class EmbeddingTable:
         order = mixed[np.argsort(-files["recency"].all()[mixed].astype(np.int8), kind="stable")]
         if keep is not None:
             order = order[keep(signs[order])]
-        rows, scalars = files["rows"].mapped(), files["scalars"].mapped()
+        rows, scalars, before = files["rows"].mapped(), files["scalars"].mapped(), self.rows
         for first in range(0, len(order), _PIECE_BUCKETS):
             piece = order[first : first + _PIECE_BUCKETS]
             slots = np.empty(len(piece), np.int64)
@@ -371,7 +371,7 @@ class EmbeddingTable:
             kernels.copy_rows(read_only(rows[piece]).reshape(-1), arrays.rows, self._stride, slots)
             if self._entry.scalar:
                 kernels.copy_rows(read_only(scalars[piece]), arrays.scalars, 1, slots)
-        return len(order)
+        return self.rows - before
 
     def _insert_without_values(self, arrays: _Arrays, signs: Signs, slots: npt.NDArray[np.int64]) -> tuple[int, int, int, int]:
         where, nothing = (arrays.index, *self.geometry.arguments), arrays.rows[:0]
