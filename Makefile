@@ -31,6 +31,7 @@ test-fault: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.table
+	$(BIN)/python -m benchmarks.transport
 	$(BIN)/python -m benchmarks.quality examples/adult/satrap.yaml --set training.epochs=1
 
 # The lock names every package with its version; pip adds to it only what the PyTorch build it finds brings along (CUDA's libraries).

@@ -131,6 +131,25 @@ def tensorboard(run_id: str | None, root: Path, every: bool, port: int | None, h
     os.execv(sys.executable, command)  # noqa: S606
 
 
+@cli.command()
+@click.argument("path", metavar="RUN_OR_DIR")
+@ROOT
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write; trace.json beside the profile when absent."
+)
+def profile(path: str, root: Path, output: Path | None) -> None:
+    """Write a Chrome trace of a run's first steps (RUN: its id or a part of it; DIR: a train output), and print where their time went.
+
+    The run must have been trained with training.profile_steps. Open the file in https://ui.perfetto.dev or chrome://tracing.
+    """
+    from pipelines.runs import find_run
+    from training.profile import write_trace
+
+    folder = Path(path) if Path(path).is_dir() else find_run(root, path)[1]
+    written, table = write_trace(folder, output)
+    click.echo(f"{table}\n{written}")
+
+
 def _free_port(host: str) -> int:
     import socket
 

@@ -142,12 +142,25 @@ class TrainingConfig(Section):
     wire_dtype: Literal["float16", "float32"] = Field(
         "float16", description="Values and gradients between processes; float16 is scaled per block so that gradients do not underflow."
     )
-    transport: Literal["unix", "tcp"] = Field("unix", description="Sockets between local processes.")
+    transport: Literal["shared_memory", "unix", "tcp"] = Field(
+        "shared_memory",
+        description="Between local processes: Unix sockets with arrays in shared memory (through the socket where the system has none), "
+        "Unix sockets for all, or TCP.",
+    )
+    tcp_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Transport tcp: address of this machine that roles listen on. Beyond loopback others can connect; "
+        "they need the job's token, and nothing is encrypted.",
+    )
     evaluate_every_steps: PositiveInt | None = Field(None, description="Steps between evaluations on valid; each epoch's end when absent.")
     early_stopping: EarlyStoppingConfig | None = Field(None, description="Stop on the valid split.")
     checkpoint_every_steps: PositiveInt | None = Field(None, description="Steps between checkpoints; only at the end when absent.")
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
     log_every_steps: PositiveInt = Field(10, description="Steps between TensorBoard points.")
+    profile_steps: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        0, description="First steps whose every phase is kept in all roles for `satrap profile`; 0 for none."
+    )
     projector_rows: Annotated[int, Field(ge=0, le=10_000)] = Field(
         0, description="Rows sampled into TensorBoard's embedding projector at the end; 0 for none."
     )

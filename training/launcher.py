@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -99,6 +100,7 @@ def train(
             config_json=config.to_json(),
             data_dir=str(data_dir.absolute()),
             output_dir=str(output_dir.absolute()),
+            token=secrets.token_hex(16),
             rendezvous=str(rendezvous),
             events=str(events.path.absolute()),
             resume=str(resume) if resume else None,
@@ -219,6 +221,7 @@ class RoleGroup:
     def _start(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
         job = Path(self._job.rendezvous) / "job.json"
+        job.touch(mode=0o600)  # It holds the token.
         job.write_text(self._job.model_dump_json())
         for role in ROLES:
             for index in range(self._job.count(role)):

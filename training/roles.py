@@ -56,35 +56,40 @@ def _run_parameter_server(job: Job, index: int) -> None:
     from training.embedding.slots import tables
 
     training = job.config.training
-    with ParameterServer.create(
-        tables(job.config),
-        num_servers=job.count("parameter_server"),
-        seed=training.seed,
-        wire_dtype=training.wire_dtype,
-        sync_ranks=training.roles.nn_worker if training.mode == "sync" else 0,
-        timeout_seconds=training.request_timeout_seconds,
-    ) as server:
+    with (
+        job.timeline("parameter_server", index) as timeline,
+        ParameterServer.create(
+            tables(job.config),
+            num_servers=job.count("parameter_server"),
+            seed=training.seed,
+            wire_dtype=training.wire_dtype,
+            sync_ranks=training.roles.nn_worker if training.mode == "sync" else 0,
+            timeout_seconds=training.request_timeout_seconds,
+            timeline=timeline,
+        ) as server,
+    ):
         _serve(job, "parameter_server", index, server.handle)
 
 
 def _run_embedding_worker(job: Job, index: int) -> None:
     from training.embedding.embedding_worker import EmbeddingWorker
     from training.embedding.slots import slots
-    from training.embedding.transport import SocketTransport
 
     training = job.config.training
     servers = _rendezvous(job).addresses("parameter_server", job.count("parameter_server"))
-    transport = SocketTransport(training.request_timeout_seconds)
-    with EmbeddingWorker(slots(job.config), transport, servers, wire_dtype=training.wire_dtype, sync=training.mode == "sync") as worker:
+    transport = job.transport()
+    sync = training.mode == "sync"
+    with (
+        job.timeline("embedding_worker", index) as timeline,
+        EmbeddingWorker(slots(job.config), transport, servers, wire_dtype=training.wire_dtype, sync=sync, timeline=timeline) as worker,
+    ):
         _serve(job, "embedding_worker", index, worker.handle)
 
 
 def _run_data_loader(job: Job, index: int) -> None:
-    from training.checkpoint import CheckpointManifest
     from training.data.data_loader import DataLoader, LoaderSettings
     from training.data.manifest import Manifest
     from training.data.shards import BatchPlan, ShardReader
-    from training.embedding.transport import SocketTransport
 
     training = job.config.training
     data_dir, ranks = Path(job.data_dir), training.roles.nn_worker
@@ -93,13 +98,13 @@ def _run_data_loader(job: Job, index: int) -> None:
         num_loaders=job.count("data_loader"),
         num_ranks=ranks,
         batch_size=training.batch_size,
-        first_step=CheckpointManifest.load(Path(job.resume), verify=False).step if job.resume else 0,
+        first_step=job.first_step,
         last_step=total_steps(job.config, Manifest.load(data_dir)),
         depth=training.staleness_bound + 2,
         timeout_seconds=training.request_timeout_seconds,
     )
     workers = _rendezvous(job).addresses("embedding_worker", job.count("embedding_worker"))
-    with ShardReader.open(data_dir, "train") as reader:
+    with ShardReader.open(data_dir, "train") as reader, job.timeline("data_loader", index) as timeline:
         plan = BatchPlan(
             reader.shard_starts,
             rows_per_step=training.batch_size * ranks,
@@ -107,7 +112,7 @@ def _run_data_loader(job: Job, index: int) -> None:
             shuffle=training.shuffle,
             window_shards=training.shuffle_window_shards,
         )
-        with DataLoader(reader, plan, SocketTransport(training.request_timeout_seconds), workers, settings=settings) as loader:
+        with DataLoader(reader, plan, job.transport(), workers, settings=settings, timeline=timeline) as loader:
             _serve(job, "data_loader", index, loader.handle)
 
 
@@ -132,13 +137,10 @@ def _rendezvous(job: Job) -> Rendezvous:
 
 def _serve(job: Job, role: RoleName, index: int, handler: Handler) -> None:
     """Answer requests until SIGTERM."""
-    from training.embedding.transport import SocketTransport
-
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
-    training, rendezvous = job.config.training, _rendezvous(job)
-    transport = SocketTransport(training.request_timeout_seconds)
-    with transport.serve(handler, rendezvous.listen_address(training.transport, role, index)) as server:
+    rendezvous = _rendezvous(job)
+    with job.transport().serve(handler, rendezvous.listen_address(job.config.training, role, index)) as server:
         rendezvous.announce(role, index, server.address)
         stop.wait()
 

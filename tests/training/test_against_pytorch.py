@@ -1,7 +1,9 @@
 """The trainer's rules, held to a plain single-process PyTorch program: nn parameters, torch.optim, nothing of ours but the network."""
 
 import dataclasses
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,6 +129,13 @@ def test_one_rank_in_mode_sync_is_plain_pytorch(configured, clicks_data, tmp_pat
         np.testing.assert_allclose(scorer.score(some), expected, rtol=1e-3, atol=2e-5)
 
 
+@pytest.fixture
+def short():
+    """A directory whose path leaves room for a socket's name: 107 bytes in all."""
+    with tempfile.TemporaryDirectory(prefix="satrap-") as folder:
+        yield Path(folder)
+
+
 class SlowServer:
     """A parameter server whose updates wait for a look-up of another batch, so that staleness must build up to its bound."""
 
@@ -158,17 +167,32 @@ class SlowServer:
 @pytest.mark.parametrize(
     ("mode", "max_staleness", "bound"), [("sync", 4, 0), ("hybrid", 0, 0), ("hybrid", 1, 1), ("hybrid", 3, 3), ("async", 2, 2)]
 )
-def test_staleness_reaches_its_bound_and_never_exceeds_it(configured, clicks_data, tmp_path, events, mode, max_staleness, bound):
+@pytest.mark.parametrize("sockets", [False, True], ids=["calls", "shared memory"])
+def test_staleness_reaches_its_bound_and_never_exceeds_it(configured, clicks_data, short, events, mode, max_staleness, bound, sockets):
     """Counted by the parameter server itself: batches looked up there and not yet updated there."""
     config = configured(
         f"training.mode={mode}", f"training.max_staleness={max_staleness}", "training.max_steps=24", "training.evaluate_every_steps=12",
         "training.roles.parameter_server=1", "training.roles.embedding_worker=2", "training.roles.data_loader=2",
     )  # fmt: skip
     observed = []
-    _, rank = trained(config, clicks_data, tmp_path, events, wrap=lambda s: observed.append(SlowServer(s, bound)) or observed[-1])
+    over = short if sockets else None
+    _, rank = trained(
+        config, clicks_data, short / "out", events, sockets=over, wrap=lambda s: observed.append(SlowServer(s, bound)) or observed[-1]
+    )
     assert observed[0].largest == bound
     assert observed[0].looked_up == observed[0].applied == 24
     assert rank.progress.step == 24
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_shared_memory_changes_no_bit(configured, clicks_data, short, events, dtype):
+    config = configured(f"training.wire_dtype={dtype}", "training.max_steps=15", "training.roles.embedding_worker=2", "embedding.dim=8")
+    files = []
+    for sockets in (None, short):
+        checkpoint, _ = trained(config, clicks_data, short / str(sockets is None), events, sockets=sockets)
+        manifest = CheckpointManifest.load(checkpoint)
+        files.append({name: digest for name, digest in manifest.files.items() if name.startswith("embedding")})
+    assert files[0] == files[1]
 
 
 def test_a_step_with_nan_is_skipped_by_both_halves_and_counted(configured, clicks_data, tmp_path, events):

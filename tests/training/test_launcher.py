@@ -18,7 +18,8 @@ from training import launcher
 from training.checkpoint import CheckpointManifest
 from training.data.manifest import Manifest
 from training.data.shards import ShardReader
-from training.errors import CheckpointError, ConfigError, RoleError
+from training.embedding.sockets import SocketTransport
+from training.errors import CheckpointError, ConfigError, RoleError, TransportError
 from training.events import EventLog, read_events
 from training.in_process import in_process_trainer
 from training.scorer import Scorer
@@ -36,6 +37,7 @@ def nothing_left_behind(tmp_path, monkeypatch):
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary) if len(str(temporary)) < 60 else None)
     yield
+    assert list(Path("/dev/shm").glob("*satrap*")) == []
     assert role_processes() == []
     assert list(temporary.iterdir()) == []
 
@@ -45,8 +47,10 @@ def scores(checkpoint, data):
         return scorer.score(reader.read(0, reader.rows))
 
 
-def test_processes_over_sockets_equal_the_trainer_in_one_process(configured, clicks_data, tmp_path, events):
-    config = configured("training.roles={parameter_server: 2, embedding_worker: 2, data_loader: 2}", "training.transport=tcp")
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+def test_processes_over_sockets_equal_the_trainer_in_one_process(configured, clicks_data, tmp_path, events, transport):
+    roles = "training.roles={parameter_server: 2, embedding_worker: 2, data_loader: 2}"
+    config = configured(roles, f"training.transport={transport}", "training.max_steps=30")
     result = launcher.train(config, clicks_data, tmp_path / "out", events=events)
     with in_process_trainer(config, clicks_data, tmp_path / "one", events=events) as rank:
         one = rank.run()
@@ -126,6 +130,7 @@ def test_a_stopped_launcher_leaves_no_process(clicks_yaml, clicks_data, tmp_path
         wait_for_progress(folder / "events.jsonl")
         pids = [p["pid"] for p in json.loads((folder / "roles.json").read_text())["processes"]]
         assert all(psutil.pid_exists(pid) for pid in pids)
+        nobody_but_the_owner_can_join(Path(json.loads((folder / "roles.json").read_text())["rendezvous"]))
         process.send_signal(number)
         _, error = process.communicate(timeout=20)
     expected = {signal.SIGTERM: 130, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
@@ -136,6 +141,16 @@ def test_a_stopped_launcher_leaves_no_process(clicks_yaml, clicks_data, tmp_path
         for path in Path(json.loads((folder / "roles.json").read_text())["rendezvous"]).iterdir():
             path.unlink()
         Path(json.loads((folder / "roles.json").read_text())["rendezvous"]).rmdir()
+
+
+def nobody_but_the_owner_can_join(rendezvous):
+    assert (rendezvous / "job.json").stat().st_mode & 0o777 == 0o600
+    token = json.loads((rendezvous / "job.json").read_text())["token"]
+    assert len(token) == 32
+    address = json.loads((rendezvous / "parameter_server-0.json").read_text())["address"]
+    with pytest.raises(TransportError, match="wrong token"):
+        SocketTransport(5.0, token[::-1] + "x").connect(address, peer="parameter_server-0")
+    SocketTransport(5.0, token).connect(address, peer="parameter_server-0").close()
 
 
 def test_a_finished_model_is_never_overwritten(configured, clicks_data, tmp_path, events):

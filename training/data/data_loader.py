@@ -19,6 +19,7 @@ from training.embedding.embedding_worker import Ids
 from training.embedding.messages import Kind
 from training.embedding.transport import Message, Transport
 from training.errors import RoleError, SatrapError, SourceError, TransportError
+from training.profile import Timeline
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,16 @@ class DataLoader:
     """Handles the messages of one loader. A context manager: its threads run while it is open."""
 
     def __init__(
-        self, reader: ShardReader, plan: BatchPlan, transport: Transport, worker_addresses: Sequence[str], *, settings: LoaderSettings
+        self,
+        reader: ShardReader,
+        plan: BatchPlan,
+        transport: Transport,
+        worker_addresses: Sequence[str],
+        *,
+        settings: LoaderSettings,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline or Timeline("data_loader")
         self._reader = reader
         self._plan = plan
         self._transport = transport
@@ -96,9 +105,11 @@ class DataLoader:
                 worker = ref % len(self._worker_addresses)
                 if worker not in connections:
                     connections[worker] = self._transport.connect(self._worker_addresses[worker], peer=f"embedding_worker-{worker}")
-                batch, global_rows = self._read(step, rank)
+                with self._timeline.span("read", step):
+                    batch, global_rows = self._read(step, rank)
                 ids = Ids(batch.signs, [(bag.offsets, bag.values) for bag in batch.bags])
-                connections[worker].request(Message(Kind.PUT_IDS, {"ref": ref, "rank": rank, "step": step}, ids.packed()))
+                with self._timeline.span("put_ids", step):
+                    connections[worker].request(Message(Kind.PUT_IDS, {"ref": ref, "rank": rank, "step": step}, ids.packed()))
                 meta = {"ref": ref, "worker": worker, "step": step, "rows": len(batch), "global_rows": global_rows}
                 if not self._hand_over(rank, Message(Kind.BATCH, meta, [batch.dense, batch.label])):
                     return

@@ -40,6 +40,7 @@ from training.errors import CheckpointError, SatrapError, TrainingError
 from training.events import EventLog
 from training.job import total_steps
 from training.metrics import binary_metrics
+from training.profile import latencies
 
 # A run whose every step is skipped would "succeed" with an untrained model.
 MAX_SKIPPED_IN_A_ROW = 100
@@ -116,7 +117,7 @@ class NNWorker:
 
     def _step(self, batch: FedBatch) -> None:
         embeddings_NE = torch.from_numpy(batch.embeddings).requires_grad_()
-        started = time.perf_counter()
+        started = time.perf_counter_ns()
         if self.config.model.dropout:
             # Seeded per step and rank, so that a resumed run draws what an uninterrupted one would have.
             torch.manual_seed((self.training.seed + batch.step * self.world + self.rank) % 2**63)
@@ -127,7 +128,7 @@ class NNWorker:
         gradient_NE = embeddings_NE.grad
         assert gradient_NE is not None
         if self._all_finite(summed, gradient_NE):
-            self.around.feeder.push(batch, (gradient_NE / self.world).numpy())
+            self.around.feeder.push(batch, (gradient_NE / self.world if self.world > 1 else gradient_NE).numpy())
             self.optimizer.step()
             self._skipped_in_a_row = 0
         else:
@@ -136,7 +137,8 @@ class NNWorker:
         self.progress.step = batch.step + 1
         if self.training.mode == "async" and self.world > 1 and self.progress.step % self.training.averaging_period == 0:
             self._average()
-        self._window.add(batch, float(summed.detach()), time.perf_counter() - started)
+        self._window.add(batch, float(summed.detach()))
+        self.around.feeder.timeline.add("dense", batch.step, started=started, ended=time.perf_counter_ns())
         self._report()
 
     def _all_finite(self, loss: Tensor, gradient_NE: Tensor) -> bool:
@@ -394,18 +396,16 @@ class NNWorker:
             self._log(self.around.board, step)
 
     def _log(self, board: Board, step: int) -> None:
-        window, counters = self._window, self.around.feeder.take_statistics()
+        window, feeder = self._window, self.around.feeder
         board.scalars(
             step,
             {
                 "train/loss": window.loss,
                 "train/skipped_steps": self.progress.skipped_steps,
                 "throughput/samples_per_second": window.samples_per_second,
-                "latency_ms/look_up": 1e3 * float(np.mean(window.look_up_seconds)),
-                "latency_ms/update": 1e3 * counters.update_seconds / max(1, counters.updates),
-                "latency_ms/dense": 1e3 * float(np.mean(window.dense_seconds)),
-                "latency_ms/wait": 1e3 * counters.wait_seconds / max(1, len(window.staleness)),
-                "queue/ready_batches": self.around.feeder.queue_depth,
+                **latencies("", [feeder.timeline.take()]),
+                **latencies("worker_", feeder.worker_phases()),
+                "queue/ready_batches": feeder.queue_depth,
                 "embedding/unique_ratio": float(np.mean(window.unique_ratio)),
                 "learning_rate/dense": self.optimizer.param_groups[0]["lr"],
                 **{f"learning_rate/{spec.name}": spec.optimizer.learning_rate for spec in tables(self.config)},
@@ -430,18 +430,14 @@ class _Window:
         self._global_rows = 0
         self.staleness: list[int] = []
         self.unique_ratio: list[float] = []
-        self.look_up_seconds: list[float] = []
-        self.dense_seconds: list[float] = []
 
-    def add(self, batch: FedBatch, loss_sum: float, dense_seconds: float) -> None:
+    def add(self, batch: FedBatch, loss_sum: float) -> None:
         if np.isfinite(loss_sum):
             self._loss_sum += loss_sum
             self._rows += len(batch.label)
         self._global_rows += batch.global_rows
         self.staleness.append(batch.staleness)
         self.unique_ratio.append(batch.unique_ratio)
-        self.look_up_seconds.append(batch.look_up_seconds)
-        self.dense_seconds.append(dense_seconds)
 
     @property
     def loss(self) -> float:

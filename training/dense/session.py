@@ -18,7 +18,7 @@ from training.data.shards import ShardReader
 from training.dense.feeder import Feeder, FeederSettings
 from training.dense.nn_worker import NNWorker, Surroundings
 from training.embedding.messages import Kind
-from training.embedding.transport import Connection, Message, SocketTransport
+from training.embedding.transport import Connection, Message
 from training.errors import CheckpointError, TrainingError
 from training.events import EventLog
 from training.job import Job, Rendezvous, usable_cores
@@ -62,8 +62,8 @@ def _check_start(job: Job, manifest: Manifest) -> None:
 
 def _opened(job: Job, rank: int, rendezvous: Rendezvous, manifest: Manifest, stack: ExitStack) -> NNWorker:
     config, training = job.config, job.config.training
-    transport, patient = SocketTransport(training.request_timeout_seconds), SocketTransport(BOUNDARY_SECONDS)
-    first_step = CheckpointManifest.load(Path(job.resume), verify=False).step if job.resume else 0
+    transport, patient = job.transport(), job.transport(timeout_seconds=BOUNDARY_SECONDS)
+    first_step = job.first_step
     servers: list[Connection] = []
     if rank == 0:
         for i, address in enumerate(rendezvous.addresses("parameter_server", job.count("parameter_server"))):
@@ -80,7 +80,8 @@ def _opened(job: Job, rank: int, rendezvous: Rendezvous, manifest: Manifest, sta
     workers = rendezvous.addresses("embedding_worker", job.count("embedding_worker"))
     loaders = rendezvous.addresses("data_loader", job.count("data_loader"))
     settings = FeederSettings(rank=rank, first_step=first_step, max_staleness=training.staleness_bound, wire_dtype=training.wire_dtype)
-    feeder = stack.enter_context(Feeder(transport, loaders, workers, settings=settings))
+    timeline = stack.enter_context(job.timeline("nn_worker", rank))
+    feeder = stack.enter_context(Feeder(transport, loaders, workers, settings=settings, timeline=timeline))
     worker = NNWorker(
         config,
         manifest,
