@@ -51,6 +51,7 @@ __all__ = [
     "SplitConfig",
     "SplitName",
     "Threshold",
+    "TrainingConfig",
 ]
 
 MetricName = Literal["auc", "log_loss", "normalized_entropy", "calibration"]
