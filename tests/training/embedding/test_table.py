@@ -274,7 +274,9 @@ def test_first_values_depend_on_sign_and_seed_only() -> None:
 
 @pytest.mark.parametrize(("kind", "deviation", "largest"), [("uniform", 0.2 / 3**0.5, 0.2), ("normal", 0.2, 1.3), ("zeros", 0.0, 0.0)])
 def test_first_values_have_the_configured_distribution(kind: str, deviation: float, largest: float) -> None:
-    with EmbeddingTable.create(spec_of(dim=8, kind=kind, scale=0.2), capacity_rows=20_000, seed=1) as table:
+    with EmbeddingTable.create(
+        spec_of(dim=8, kind=kind, **({} if kind == "zeros" else {"scale": 0.2})), capacity_rows=20_000, seed=1
+    ) as table:
         values = look_up(table, np.arange(20_000, dtype=np.uint64), insert=True)
     assert abs(values.mean()) < 0.003
     assert values.std() == pytest.approx(deviation, rel=0.01)
