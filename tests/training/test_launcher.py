@@ -121,7 +121,10 @@ with EventLog(folder / "events.jsonl") as events:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
+SIGNALS = [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.fault, id=number.name) for number in (signal.SIGINT, signal.SIGKILL))]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_stopped_launcher_leaves_no_process(clicks_yaml, clicks_data, tmp_path, number):
     folder = tmp_path / "run"
     command = [sys.executable, "-c", LAUNCH, str(clicks_yaml), str(folder), str(clicks_data)]
@@ -209,6 +212,7 @@ def test_early_stopping_keeps_the_best_model_and_says_so(configured, clicks_data
     assert min(losses, key=losses.get) == result.best_step
 
 
+@pytest.mark.slow
 def test_early_stopping_finds_its_best_model_again_after_a_cut(configured, clicks_data, tmp_path, events):
     settings = ["training.dense_optimizer.learning_rate=0.3", "embedding.optimizer.learning_rate=1.0", "training.keep_checkpoints=9"]
     stopping = "training.early_stopping={metric: log_loss, patience: 2}"
@@ -237,7 +241,7 @@ def test_a_rank_that_hangs_or_is_told_to_stop_fails_the_run(configured, clicks_d
         sent.join()
 
 
-@pytest.mark.parametrize("mode", ["hybrid", "async"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_two_ranks_train_in_every_mode(configured, clicks_data, tmp_path, events, mode):
     config = configured(f"training.mode={mode}", "training.batch_size=32", "training.roles={nn_worker: 2, parameter_server: 2}")
     result = launcher.train(config, clicks_data, tmp_path / "out", events=events)
@@ -257,6 +261,7 @@ def test_a_warm_start_keeps_the_weights_and_takes_the_new_settings(configured, c
     assert CheckpointManifest.load(second.checkpoint).rows == CheckpointManifest.load(first.checkpoint).rows
 
 
+@pytest.mark.slow
 def test_a_table_too_small_for_a_checkpoint_is_refused(configured, clicks_data, tmp_path, events):
     first = launcher.train(configured("training.max_steps=6"), clicks_data, tmp_path / "first", events=events)
     config = configured("embedding.capacity_rows=64", "training.roles.parameter_server=1")

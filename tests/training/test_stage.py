@@ -119,12 +119,9 @@ import signal, sys, time
 from training import stage
 stage.LOOK_SECONDS = stage.GRACE_SECONDS = 0.05
 with stage.stage("train", sys.argv[1]):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("up", flush=True)
-    while True:
-        try:
-            time.sleep(60)
-        except KeyboardInterrupt:
-            pass
+    time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "up\n"
