@@ -18,6 +18,7 @@ from training.events import read_events
 
 _STATE_FLOATS = {"sgd": (0, 0), "adagrad": (1, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0)}
 """Optimizer state as float32 numbers: (per value of the row, per row). sgd with momentum keeps one more per value."""
+_VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _INDEX_BYTES = 16
 """Sign, recency, step count and admission counters per place of a table."""
 _PLACES_PER_ROW = 1.25
@@ -80,7 +81,8 @@ def row_bytes(spec: TableSpec) -> int:
     """Bytes one row of a table takes at most: its values, its optimizer state, its share of the index and of spare places."""
     per_value, per_row = _STATE_FLOATS[spec.optimizer.name]
     per_value += _has_momentum(spec.optimizer)
-    return math.ceil(_PLACES_PER_ROW * (4 * (spec.dim * (1 + per_value) + per_row) + _INDEX_BYTES))
+    values = 4 * math.ceil(spec.dim * _VALUE_BYTES[spec.row_dtype] / 4)
+    return math.ceil(_PLACES_PER_ROW * (values + 4 * (spec.dim * per_value + per_row) + _INDEX_BYTES))
 
 
 def provision(config: Config, run_dir: Path, *, machine: Machine | None = None) -> Provision:
@@ -94,7 +96,8 @@ def provision(config: Config, run_dir: Path, *, machine: Machine | None = None) 
         raise CapacityError(
             f"the embedding tables need {needed / _GIB:.1f} GiB at {config.embedding.capacity_rows:,} rows each, "
             f"but this machine has only {usable / _GIB:.1f} GiB for them: lower embedding.capacity_rows to {rows:,} or less, "
-            f"lower embedding.dim ({config.embedding.dim}), or choose embedding.optimizer.name: rowwise_adagrad"
+            f"lower embedding.dim ({config.embedding.dim}), or choose embedding.optimizer.name: rowwise_adagrad "
+            "or embedding.row_dtype: float16"
         )
     roles = config.training.roles
     count = roles.data_loader + roles.embedding_worker + roles.nn_worker + roles.parameter_server

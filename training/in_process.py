@@ -72,7 +72,11 @@ def _servers(
     training, addresses = config.training, []
     for i in range(training.roles.parameter_server):
         server = ParameterServer.create(
-            tables(config), num_servers=training.roles.parameter_server, seed=training.seed, wire_dtype=training.wire_dtype
+            tables(config),
+            num_servers=training.roles.parameter_server,
+            seed=training.seed,
+            wire_dtype=training.wire_dtype,
+            threads=training.server_threads,
         )
         server = wrap(stack.enter_context(server))
         addresses.append(stack.enter_context(transport.serve(server.handle, f"parameter_server-{i}")).address)

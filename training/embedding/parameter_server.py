@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.dedup import dedup, server_of, sum_gradients
 from training.embedding.messages import Kind
+from training.embedding.schedule import rate_at
 from training.embedding.slots import TableSpec
 from training.embedding.table import EmbeddingTable
 from training.embedding.transport import Message
@@ -33,6 +35,9 @@ Rows = npt.NDArray[np.float32]
 # Hashing spreads signs binomially over servers; 2 % + 64 rows of room keeps the fullest of 1,024 servers within its part.
 SPREAD = 1.02
 SPREAD_ROWS = 64
+
+_RANK_SHIFT = 48
+"""Above the step in the number of an update, so that every rank's rounding is its own."""
 
 
 @dataclass
@@ -82,17 +87,22 @@ class ParameterServer:
         seed: int,
         wire_dtype: str,
         sync_ranks: int = 0,
+        threads: int = 1,
         timeout_seconds: float = 120.0,
     ) -> ParameterServer:
         """Allocate this server's part of every table. ``sync_ranks`` is the number of ranks to merge in mode sync, 0 otherwise.
+
+        ``threads`` share large look-ups and updates; results do not depend on it.
 
         Raises ``CapacityError`` if memory cannot hold the tables.
         """
         with ExitStack() as stack:
             tables = []
+            crew = stack.enter_context(ThreadPoolExecutor(threads - 1, "table")) if threads > 1 else None
             for spec in specs:
                 capacity = int(-(-spec.capacity_rows // num_servers) * (SPREAD if num_servers > 1 else 1.0)) + SPREAD_ROWS
-                tables.append(stack.enter_context(EmbeddingTable.create(spec, capacity_rows=capacity, seed=seed, num_servers=num_servers)))
+                table = EmbeddingTable.create(spec, capacity_rows=capacity, seed=seed, num_servers=num_servers, crew=crew, threads=threads)
+                tables.append(stack.enter_context(table))
             server = cls(specs, tables, wire_dtype=wire_dtype, sync_ranks=sync_ranks, timeout_seconds=timeout_seconds)
             server._stack = stack.pop_all()
         return server
@@ -142,17 +152,19 @@ class ParameterServer:
     def _apply(self, message: Message) -> Message:
         arrays, scales = message.arrays, message.meta["scales"]
         parts = [(arrays[2 * t], decode(arrays[2 * t + 1], scales[t])) for t in range(len(arrays) // 2)]
+        step, rank = int(message.meta["step"]), int(message.meta["rank"])
         if self._sync_ranks > 1:
-            self._apply_with_all_ranks(int(message.meta["step"]), int(message.meta["rank"]), parts)
+            self._apply_with_all_ranks(step, rank, parts)
         else:
-            self._update(parts)
+            self._update(parts, step=step, rank=rank)
         return Message(Kind.OK)
 
-    def _update(self, parts: list[tuple[Signs, Rows]]) -> None:
+    def _update(self, parts: list[tuple[Signs, Rows]], *, step: int, rank: int) -> None:
         started = time.perf_counter()
-        for table, lock, (signs, gradients) in zip(self.tables, self._locks, parts, strict=False):
+        for spec, table, lock, (signs, gradients) in zip(self._specs, self.tables, self._locks, parts, strict=False):
             with lock:
-                counts = table.update(signs, gradients)
+                table.set_learning_rate(rate_at(spec.optimizer, step))
+                counts = table.update(signs, gradients, draw=step + (rank << _RANK_SHIFT))
             self._absent += counts.absent
         self._timers["update"].add(time.perf_counter() - started)
 
@@ -163,7 +175,7 @@ class ParameterServer:
             step.parts[rank] = parts
             if len(step.parts) == self._sync_ranks:
                 try:
-                    self._update(_merged([step.parts[r] for r in sorted(step.parts)]))
+                    self._update(_merged([step.parts[r] for r in sorted(step.parts)]), step=number, rank=0)
                 except TrainingError as error:
                     step.failure = str(error)
                 step.applied = True

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from training.config import InitializerConfig, SparseOptimizerConfig
 from training.embedding import table as table_module
 from training.embedding.dedup import dedup, route, server_of
-from training.embedding.hashing import GOLDEN, mix_reference
 from training.embedding.slots import TableSpec
-from training.embedding.table import EmbeddingTable, Geometry
+from training.embedding.table import EmbeddingTable
 from training.errors import CapacityError, CheckpointError, ConfigError, TrainingError
 
 EDGE_SIGNS = np.array([0, 1, 2, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1], np.uint64)
@@ -61,85 +58,6 @@ def train(table: EmbeddingTable, steps: range, signs_per_step: int = 200, ids: i
         signs, _ = dedup(rng.integers(0, ids, signs_per_step, dtype=np.uint64))
         look_up(table, signs, insert=True)
         table.update(signs, rng.standard_normal((len(signs), table.dim)).astype(np.float32))
-
-
-class SlowTable:
-    """What the table must do, in plain Python: buckets are lists of signs from oldest to newest, rows a dict. SGD, one value per row."""
-
-    def __init__(self, geometry: Geometry, rate: float) -> None:
-        self.geometry = geometry
-        self.buckets: list[list[int]] = [[] for _ in range(geometry.num_buckets)]
-        self.rows: dict[int, np.float32] = {}
-        self.rate = np.float32(rate)
-
-    def places(self, sign: int) -> tuple[int, int, int]:
-        hashed = int(mix_reference(np.array([sign], np.uint64) + GOLDEN)[0])
-        multiplier = self.geometry.num_servers or int(GOLDEN)
-        spread = hashed * multiplier % 2**64
-        block, inside = divmod(spread * self.geometry.num_blocks, 2**64)
-        first = inside * self.geometry.block_buckets >> 64
-        second = (hashed << 40) % 2**64 * (self.geometry.block_buckets - 1) >> 64
-        second += second >= first
-        start = block * self.geometry.block_buckets
-        return start + first, start + second, hashed >> 24 & 1
-
-    def lookup(self, sign: int, first_value: np.float32) -> np.float32:
-        one, two, victim = self.places(sign)
-        for bucket in (self.buckets[one], self.buckets[two]):
-            if sign in bucket:
-                bucket.remove(sign)
-                bucket.append(sign)
-                return self.rows[sign]
-        full = len(self.buckets[one]) == len(self.buckets[two]) == 7
-        if full:
-            bucket = self.buckets[two if victim else one]
-            del self.rows[bucket.pop(0)]
-        else:
-            bucket = self.buckets[one if len(self.buckets[one]) <= len(self.buckets[two]) else two]
-        bucket.append(sign)
-        self.rows[sign] = first_value
-        return first_value
-
-    def update(self, sign: int, gradient: np.float32) -> None:
-        if sign in self.rows:
-            self.rows[sign] = self.rows[sign] - self.rate * gradient
-
-
-signs_of_a_call = st.lists(st.sampled_from([*range(60), *EDGE_SIGNS.tolist()]), max_size=40, unique=True)
-calls = st.lists(st.tuples(st.sampled_from(["train", "read", "update", "snapshot"]), signs_of_a_call), max_size=12)
-
-
-@given(calls=calls, capacity=st.sampled_from([1, 20, 40, 60]), num_servers=st.sampled_from([None, 1, 5]))
-@settings(max_examples=60, deadline=None)
-def test_any_stream_of_calls_does_what_the_slow_model_does(
-    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, list[int]]], capacity: int, num_servers: int | None
-) -> None:
-    spec = spec_of(dim=1)
-    with EmbeddingTable.create(spec, capacity_rows=capacity, seed=1, num_servers=num_servers) as unlimited_first_values:
-        table = EmbeddingTable.create(spec, capacity_rows=capacity, seed=1, num_servers=num_servers)
-        model = SlowTable(table.geometry, SGD.learning_rate)
-        for verb, numbers in calls:
-            signs = np.array(numbers, np.uint64)
-            if verb == "train":
-                expected = [model.lookup(s, look_up(unlimited_first_values, np.array([s], np.uint64), insert=True)[0, 0]) for s in numbers]
-                np.testing.assert_array_equal(look_up(table, signs, insert=True)[:, 0], np.array(expected, np.float32))
-            elif verb == "read":
-                expected = [model.rows.get(s, np.float32(0.0)) for s in numbers]
-                np.testing.assert_array_equal(look_up(table, signs, insert=False)[:, 0], np.array(expected, np.float32))
-            elif verb == "update":
-                gradients = np.linspace(-1, 1, len(signs), dtype=np.float32)[:, None]
-                counts = table.update(signs, gradients)
-                assert counts.applied == sum(s in model.rows for s in numbers)
-                for sign, gradient in zip(numbers, gradients[:, 0], strict=True):
-                    model.update(sign, gradient)
-            else:
-                directory = tmp_path_factory.mktemp("snapshot")
-                meta = json.loads(json.dumps(table.snapshot(directory)))
-                table.close()
-                table = EmbeddingTable.create(spec, capacity_rows=capacity, seed=1, num_servers=num_servers)
-                table.restore(directory, meta)
-            assert table.rows == len(model.rows)
-        table.close()
 
 
 def test_every_64_bit_sign_has_a_row_of_its_own() -> None:
