@@ -39,8 +39,9 @@ def stages(run_dir, *ended):
     [{"name": "sgd"}, {"name": "sgd", "momentum": 0.9}, {"name": "adagrad"}, {"name": "rowwise_adagrad"}, {"name": "adam"}],
     ids=lambda optimizer: "-".join(map(str, optimizer.values())),
 )
-def test_the_bytes_of_a_row_bound_what_a_real_table_takes(optimizer, dim, min_count):
-    (spec,) = tables(config_of(dim=dim, optimizer=optimizer, min_count=min_count))
+@pytest.mark.parametrize("row_dtype", ["float32", "float16", "bfloat16"])
+def test_the_bytes_of_a_row_bound_what_a_real_table_takes(optimizer, dim, min_count, row_dtype):
+    (spec,) = tables(config_of(dim=dim, optimizer=optimizer, min_count=min_count, row_dtype=row_dtype))
     capacity = 20_000
     with EmbeddingTable.create(spec, capacity_rows=capacity, seed=0) as table:
         taken = table.memory_bytes / capacity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,9 +25,15 @@ SGD = SparseOptimizerConfig(name="sgd", learning_rate=0.5)
 
 
 def spec_of(
-    *, dim: int = 4, optimizer: SparseOptimizerConfig = SGD, kind: str = "uniform", scale: float = 0.01, min_count: int = 1
+    *,
+    dim: int = 4,
+    optimizer: SparseOptimizerConfig = SGD,
+    kind: str = "uniform",
+    scale: float = 0.01,
+    min_count: int = 1,
+    row_dtype: str = "float32",
 ) -> TableSpec:
-    return TableSpec(f"dim{dim}-{optimizer.name}", dim, optimizer, InitializerConfig(kind=kind, scale=scale), min_count, 1000)
+    return TableSpec(f"dim{dim}-{optimizer.name}", dim, optimizer, InitializerConfig(kind=kind, scale=scale), min_count, 1000, row_dtype)
 
 
 def random_signs(count: int, seed: int = 0) -> np.ndarray:
@@ -57,7 +64,7 @@ def train(table: EmbeddingTable, steps: range, signs_per_step: int = 200, ids: i
         rng = np.random.default_rng(step)
         signs, _ = dedup(rng.integers(0, ids, signs_per_step, dtype=np.uint64))
         look_up(table, signs, insert=True)
-        table.update(signs, rng.standard_normal((len(signs), table.dim)).astype(np.float32))
+        table.update(signs, rng.standard_normal((len(signs), table.dim)).astype(np.float32), draw=step)
 
 
 def test_every_64_bit_sign_has_a_row_of_its_own() -> None:
@@ -205,9 +212,11 @@ def test_first_values_have_the_configured_distribution(kind: str, deviation: flo
 @pytest.mark.parametrize(
     "optimizer", [SGD, ADAM, ROWWISE, SparseOptimizerConfig(name="sgd", momentum=0.9)], ids=lambda o: f"{o.name}{o.momentum}"
 )
-@pytest.mark.parametrize("min_count", [1, 2])
-def test_going_on_after_restore_equals_never_having_stopped(tmp_path: Path, optimizer: SparseOptimizerConfig, min_count: int) -> None:
-    spec = spec_of(optimizer=optimizer, min_count=min_count, dim=3)
+@pytest.mark.parametrize(("min_count", "row_dtype"), [(1, "float32"), (2, "float32"), (1, "float16"), (2, "bfloat16")])
+def test_going_on_after_restore_equals_never_having_stopped(
+    tmp_path: Path, optimizer: SparseOptimizerConfig, min_count: int, row_dtype: str
+) -> None:
+    spec = spec_of(optimizer=optimizer, min_count=min_count, dim=3, row_dtype=row_dtype)
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     with filled(spec) as table:
@@ -296,7 +305,9 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, damage: st
 
 
 @pytest.mark.parametrize(
-    "other", [spec_of(optimizer=ADAM, dim=5), spec_of(optimizer=SGD), spec_of(optimizer=ROWWISE)], ids=lambda s: s.name
+    "other",
+    [spec_of(optimizer=ADAM, dim=5), spec_of(optimizer=SGD), spec_of(optimizer=ROWWISE), spec_of(optimizer=ADAM, row_dtype="float16")],
+    ids=str,
 )
 def test_another_tables_snapshot_is_refused(tmp_path: Path, other: TableSpec) -> None:
     with filled(spec_of(optimizer=ADAM)) as table:
@@ -364,6 +375,65 @@ def test_read_only_strided_and_unaligned_inputs_do(tmp_path: Path) -> None:
         look_up(two, odd_signs, insert=True)
         two.update(np.repeat(signs, 2)[::2], odd_gradients)
         np.testing.assert_array_equal(look_up(one, signs, insert=False), look_up(two, signs, insert=False))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, ROWWISE, SparseOptimizerConfig(name="adagrad")], ids=lambda o: o.name)
+def test_a_gradient_that_is_not_finite_spoils_its_own_row_only(optimizer: SparseOptimizerConfig, poison: float) -> None:
+    """The trainer skips such steps; were one to come through, it must be seen and stay where it belongs."""
+    signs, gradients = random_signs(50), np.ones((50, 4), np.float32)
+    with filled(spec_of(optimizer=optimizer)) as one, filled(spec_of(optimizer=optimizer)) as two:
+        for table in (one, two):
+            look_up(table, signs, insert=True)
+        one.update(signs, gradients)
+        gradients[7, 2] = poison
+        two.update(signs, gradients)
+        expected, got = look_up(one, signs, insert=False), look_up(two, signs, insert=False)
+        others = np.arange(50) != 7
+        np.testing.assert_array_equal(got[others], expected[others])
+        assert not np.isfinite(got[7, 2])
+
+
+def test_a_sign_that_stands_twice_is_looked_up_once_and_updated_twice() -> None:
+    twice, one = np.array([3, 9, 3], np.uint64), np.ones((3, 4), np.float32)
+    with EmbeddingTable.create(spec_of(kind="zeros"), capacity_rows=100, seed=0) as table:
+        counts = table.lookup(twice, one.copy(), insert=True)
+        assert (counts.inserted, counts.hits, table.rows) == (2, 1, 2)
+        assert table.update(twice, one).applied == 3
+        np.testing.assert_array_equal(look_up(table, twice, insert=False)[:, 0], [-1.0, -0.5, -1.0])
+
+
+def test_signs_in_any_order_give_the_same_rows_even_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "SIGNS_PER_THREAD", 10)
+    signs = random_signs(5000)
+    shuffled = np.random.default_rng(0).permutation(signs)
+    with (
+        ThreadPoolExecutor(2) as crew,
+        EmbeddingTable.create(spec_of(), capacity_rows=20_000, seed=0, num_servers=1, crew=crew, threads=3) as one,
+        EmbeddingTable.create(spec_of(), capacity_rows=20_000, seed=0, num_servers=1) as two,
+    ):
+        for table, order in ((one, signs), (two, shuffled), (one, shuffled)):
+            look_up(table, order, insert=True)
+            table.update(order, np.ones((5000, 4), np.float32))
+        two.update(signs, np.ones((5000, 4), np.float32))
+        np.testing.assert_array_equal(look_up(one, signs, insert=False), look_up(two, signs, insert=False))
+
+
+def test_large_calls_are_shared_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[int] = []
+
+    class Crew(ThreadPoolExecutor):
+        def submit(self, work, /, first, last):
+            ranges.append(last - first)
+            return super().submit(work, first, last)
+
+    signs = random_signs(3 * table_module.SIGNS_PER_THREAD + 5)
+    with Crew(2) as crew, EmbeddingTable.create(spec_of(), capacity_rows=100_000, seed=0, num_servers=1, crew=crew, threads=3) as table:
+        assert table.lookup(signs, np.empty((len(signs), 4), np.float32), insert=True).inserted == len(signs)
+        assert len(ranges) == 2
+        assert all(0.9 * len(signs) / 3 < part < 1.1 * len(signs) / 3 for part in ranges)
+        look_up(table, signs[: 2 * table_module.SIGNS_PER_THREAD - 1], insert=False)
+        assert len(ranges) == 2
 
 
 def test_an_empty_batch_and_an_empty_snapshot_are_fine(tmp_path: Path) -> None:
