@@ -25,7 +25,7 @@ import numpy as np
 from training.embedding.first_values import initialise
 from training.embedding.hashing import sign_hash
 from training.embedding.jit import inlined, kernel
-from training.embedding.precision import load_values8, load_values_part
+from training.embedding.precision import copy16, load_values8, load_values_part
 from training.embedding.simd import match8, prefetch, store8, store_part, trailing_zeros
 
 WAYS = 7
@@ -270,9 +270,11 @@ def _find_or_insert(where: Any, admission: Any, signs: Any, slots: Any, span: An
 
 @inlined
 def _copy_out(values: Any, base: Any, dim: Any, out: Any, to: Any) -> None:
-    whole = dim - dim % 8
-    for j in range(0, whole, 8):
-        store8(out, to + j, load_values8(values, base + j))
+    lines, whole = dim - dim % 16, dim - dim % 8
+    for j in range(0, lines, 16):
+        copy16(values, base + j, out, to + j)
+    if lines < whole:
+        store8(out, to + lines, load_values8(values, base + lines))
     if whole < dim:
         store_part(out, to + whole, load_values_part(values, base + whole, dim - whole), dim - whole)
 

@@ -3,8 +3,9 @@
 A row is [values | state buffers, dim float32 each] in one flat array; an optimizer may also keep one scalar per row in ``scalars``.
 Formulas and order of operations are those of torch.optim, on the rows a batch touches and no others. Kernels get ``tables`` (values, rows,
 scalars) and ``layout`` as in ``training.embedding.kernels``, ``gradients`` [U * dim], ``settings``, the float64 array that
-``OptimizerEntry.settings`` makes, and ``draw``, the number of the update, from which 16-bit rows draw their rounding. They skip absent
-signs and return how many rows they updated. A gradient that is not finite makes its row not finite: callers skip such steps before.
+``OptimizerEntry.settings`` makes, and ``options``: (weight decay or None, clipping norm or None, number of the update, from which 16-bit
+rows draw their rounding); they are compiled for what is None. They skip absent signs and return how many rows they updated. A gradient
+that is not finite makes its row not finite: callers skip such steps before.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from training.embedding.kernels import begin, chunk_of, find
 from training.embedding.precision import load_values, store_values
 from training.embedding.simd import all8, load8, load_part, sqrt8, store8, store_part, sum8
 
-RATE, DECAY, CLIP, EPS = 0, 1, 2, 3
-"""Places in ``settings`` of what every optimizer has; EPS holds the momentum of SGD."""
+RATE, EPS = 0, 1
+"""Places in ``settings``; EPS holds the momentum of SGD."""
 
 
 @inlined
@@ -43,16 +44,23 @@ def _store(array: Any, index: Any, value: Any, count: Any) -> None:
 
 
 @inlined
+def _lanes(value: Any) -> Any:
+    """The setting in every lane; None, which is known when the kernel is compiled, stays None."""
+    if value is None:
+        return None
+    return all8(np.float32(value))
+
+
+@inlined
 def _clip(gradients: Any, start: Any, dim: Any, limit: Any) -> Any:
-    """What a row's gradient is multiplied by so that its norm is at most ``limit`` (0: no limit), as torch's clip_grad_norm_."""
-    factor = np.float32(1.0)
-    if limit > 0.0:
-        squares = all8(np.float32(0.0))
-        for j in range(0, dim, 8):
-            gradient = _load(gradients, start + j, dim - j)
-            squares = squares + gradient * gradient
-        factor = np.float32(min(1.0, limit / (np.sqrt(np.float64(sum8(squares))) + 1e-6)))
-    return all8(factor)
+    """What a row's gradient is multiplied by so that its norm is at most ``limit``, as torch's clip_grad_norm_; None without a limit."""
+    if limit is None:
+        return None
+    squares = all8(np.float32(0.0))
+    for j in range(0, dim, 8):
+        gradient = _load(gradients, start + j, dim - j)
+        squares = squares + gradient * gradient
+    return all8(np.float32(min(1.0, limit / (np.sqrt(np.float64(sum8(squares))) + 1e-6))))
 
 
 @inlined
@@ -66,10 +74,24 @@ def _key(sign: Any, draw: Any) -> Any:
 
 
 @inlined
+def _clipped(gradients: Any, start: Any, count: Any, factor: Any) -> Any:
+    if factor is None:
+        return _load(gradients, start, count)
+    return factor * _load(gradients, start, count)
+
+
+@inlined
+def _decayed(gradient: Any, value: Any, decay: Any) -> Any:
+    if decay is None:
+        return gradient
+    return gradient + decay * value
+
+
+@inlined
 def _gradient(tables: Any, gradients: Any, row: Any, j: Any, count: Any, decay: Any) -> Any:
     """The value and its gradient, clipped and decayed."""
     value = load_values(tables[0], row[0] + j, count)
-    return value, row[3] * _load(gradients, row[2] + j, count) + decay * value
+    return value, _decayed(_clipped(gradients, row[2] + j, count, row[3]), value, decay)
 
 
 @inlined
@@ -79,11 +101,11 @@ def _sgd_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, rate: 
 
 
 @kernel
-def _sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, draw: Any) -> Any:
+def _sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's SGD: p -= lr * (g + wd * p)."""
     (_, rows, scalars), (stride, width, _, dim) = tables, layout
-    limit = settings[CLIP]
-    rate, decay = all8(np.float32(-settings[RATE])), all8(np.float32(settings[DECAY]))
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    rate = all8(np.float32(-settings[RATE]))
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
     begin(where, signs, slots, chunk)
     for first in range(0, n, chunk):
@@ -111,11 +133,11 @@ def _momentum_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, c
 
 
 @kernel
-def _momentum_sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, draw: Any) -> Any:
+def _momentum_sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's SGD with momentum: buffer = momentum * buffer + (g + wd * p); p -= lr * buffer."""
     (_, rows, scalars), (stride, width, head, dim) = tables, layout
-    limit = settings[CLIP]
-    rate, decay = all8(np.float32(-settings[RATE])), all8(np.float32(settings[DECAY]))
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    rate = all8(np.float32(-settings[RATE]))
     constants = (rate, decay, all8(np.float32(settings[EPS])))
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
     begin(where, signs, slots, chunk)
@@ -144,11 +166,11 @@ def _adagrad_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, co
 
 
 @kernel
-def _adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, draw: Any) -> Any:
+def _adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's Adagrad: g += wd * p; sum += g^2; p -= lr * g / (sqrt(sum) + eps)."""
     (_, rows, scalars), (stride, width, head, dim) = tables, layout
-    limit = settings[CLIP]
-    rate, decay = all8(np.float32(-settings[RATE])), all8(np.float32(settings[DECAY]))
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    rate = all8(np.float32(-settings[RATE]))
     constants = (rate, decay, all8(np.float32(settings[EPS])))
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
     begin(where, signs, slots, chunk)
@@ -181,12 +203,12 @@ def _rowwise_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, co
 
 
 @kernel
-def _rowwise_adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, draw: Any) -> Any:
+def _rowwise_adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Adagrad with one accumulator: g += wd * p; sum += mean(g^2) over the row; p -= lr * g / (sqrt(sum) + eps)."""
     (_, rows, scalars), (stride, width, _, dim) = tables, layout
-    limit = settings[CLIP]
-    rate, decay = np.float32(-settings[RATE]), all8(np.float32(settings[DECAY]))
-    eps = np.float32(settings[EPS])
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    rate = np.float32(-settings[RATE])
+    eps, share = np.float32(settings[EPS]), np.float32(1.0 / dim)
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
     begin(where, signs, slots, chunk)
     for first in range(0, n, chunk):
@@ -202,7 +224,7 @@ def _rowwise_adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: An
                 squares = squares + _squares(tables, gradients, row, j, 8, decay)
             if whole < dim:
                 squares = squares + _squares(tables, gradients, row, whole, dim - whole, decay)
-            total = scalars[np.uint64(slot)] + sum8(squares) / np.float32(dim)
+            total = scalars[np.uint64(slot)] + sum8(squares) * share
             scalars[np.uint64(slot)] = total
             constants = (all8(rate / (np.sqrt(total) + eps)), decay)
             for j in range(0, whole, 8):
@@ -225,17 +247,17 @@ def _adam_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, dim: 
 
 
 @kernel
-def _adam(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, draw: Any) -> Any:
+def _adam(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's Adam with the row's own step count t: p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps).
 
-    settings[6:] holds 1 - b1^t and sqrt(1 - b2^t) for t = 1, 2, ... until both are 1 in float32 or the list ends; later ones are computed.
+    settings[4:] holds 1 - b1^t and sqrt(1 - b2^t) for t = 1, 2, ... until both are 1 in float32 or the list ends; later ones are computed.
     """
     (_, rows, scalars), (stride, width, head, dim) = tables, layout
-    limit = settings[CLIP]
-    decay, eps = all8(np.float32(settings[DECAY])), all8(np.float32(settings[EPS]))
-    beta_1, beta_2 = settings[4], settings[5]
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    eps = all8(np.float32(settings[EPS]))
+    beta_1, beta_2 = settings[2], settings[3]
     fresh_1, keep_2, fresh_2 = all8(np.float32(1.0 - beta_1)), all8(np.float32(beta_2)), all8(np.float32(1.0 - beta_2))
-    listed = (len(settings) - 6) // 2
+    listed = (len(settings) - 4) // 2
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
     begin(where, signs, slots, chunk)
     for first in range(0, n, chunk):
@@ -249,7 +271,7 @@ def _adam(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradient
             scalars[np.uint64(slot)] += np.float32(1.0)
             step = np.int64(scalars[np.uint64(slot)])
             if step <= listed:
-                correction_1, correction_2 = settings[4 + 2 * step], settings[5 + 2 * step]
+                correction_1, correction_2 = settings[2 + 2 * step], settings[3 + 2 * step]
             else:
                 correction_1, correction_2 = 1.0 - beta_1**step, np.sqrt(1.0 - beta_2**step)
             rate, root = all8(np.float32(-settings[RATE] / correction_1)), all8(np.float32(correction_2))
@@ -266,7 +288,7 @@ class OptimizerEntry:
     """What a table must know of its update rule."""
 
     kernel: Any
-    """``kernel(where, tables, layout, signs, slots, gradients, settings, draw)``; see the module docstring."""
+    """``kernel(where, tables, layout, signs, slots, gradients, settings, options)``; see the module docstring."""
     buffers: int
     """State buffers per row, each as wide as the row."""
     scalar: bool
@@ -281,7 +303,7 @@ _LISTED_STEPS = 16_384  # 0.999^16384 vanishes beside 1 in float32; 256 KiB.
 
 
 def _head(config: SparseOptimizerConfig, *own: float) -> npt.NDArray[np.float64]:
-    return np.array([config.learning_rate, config.weight_decay, config.clip_norm or 0.0, *own])
+    return np.array([config.learning_rate, *own])
 
 
 def _adam_settings(config: SparseOptimizerConfig) -> npt.NDArray[np.float64]:

@@ -296,11 +296,11 @@ class EmbeddingTable:
         _check(gradients, "gradients", np.float32, (len(signs), self.dim))
         signs, flat, slots = read_only(signs), read_only(gradients).reshape(-1), self._slots_for(len(signs))
         where, tables, dim = (arrays.index, *self.geometry.arguments), (self._values(arrays), arrays.rows, arrays.scalars), self.dim
-        number = np.uint64(draw % 2**64)
+        options = (self._spec.optimizer.weight_decay or None, self._spec.optimizer.clip_norm, np.uint64(draw % 2**64))
 
         def apply(a: int, b: int) -> tuple[int, ...]:
             part = flat[a * dim : b * dim]
-            return (self._entry.kernel(where, tables, self._layout.arguments, signs[a:b], slots[a:b], part, self._settings, number),)
+            return (self._entry.kernel(where, tables, self._layout.arguments, signs[a:b], slots[a:b], part, self._settings, options),)
 
         (applied,) = self._shared(where, signs, apply)
         return UpdateCounts(applied, len(signs) - applied)
