@@ -36,14 +36,17 @@ test-bounds: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.table
+	$(BIN)/python -m benchmarks.transport
 	$(BIN)/python -m benchmarks.quality examples/adult/satrap.yaml --set training.epochs=1
 
-# The lock names every package with its version; --no-deps keeps pip from adding to it, pip check finds what it lacks.
+# The lock names every package with its version; pip adds to it only what the PyTorch build it finds brings along (CUDA's libraries).
+# This project itself comes without dependencies of its own: what the lock lacks pip check finds.
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "satrap needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; use make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	$(BIN)/python -m pip check
 	touch $@
 
 lock:

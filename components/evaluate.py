@@ -31,6 +31,6 @@ def evaluate(
         result = evaluate(config, Path(dataset.path), Path(model.path), out, champion=best, events=run.events)
         run.artifact("report", out / "report.html")
         evaluation.uri, report.uri = str(out / "evaluation.json"), str(out / "report.html")
-        run.message = "  ".join(f"test {name} {value:.4f}" for name, value in result.metrics.items())
+        run.message = result.summary
         for name, value in result.metrics.items():
             metrics.log_metric(name, value)

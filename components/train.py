@@ -19,5 +19,5 @@ def train(config_json: str, run_dir: str, resume: str, dataset: dsl.Input[dsl.Da
         config, start = parse_config(config_json), Path(resume) if resume else None
         result = train(config, Path(dataset.path), Path(run_dir) / "train", events=run.events, resume=start)
         run.artifact("checkpoint", result.checkpoint)
-        run.message = "  ".join([f"{result.steps:,} steps", *(f"valid {name} {value:.4f}" for name, value in result.metrics.items())])
+        run.message = result.summary
         model.uri, model.metadata["steps"] = str(result.checkpoint), result.steps

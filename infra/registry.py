@@ -225,7 +225,8 @@ class Registry:
         before = next((f"v{v.number}" for v in reversed(self.versions(name)) if v.record.checkpoint_digest == compared), None)
         then = before or ("none" if record.champion is None else record.champion.checkpoint)
         now = "none" if champion is None else f"v{champion.number}"
-        raise RegistryError(f"{name}: champion moved from {then} to {now} since evaluation: run evaluate again, then register")
+        other = "" if champion is None else f" (with --champion {champion.path})"
+        raise RegistryError(f"{name}: the champion moved from {then} to {now} since evaluation: run evaluate again{other}, then register")
 
     @contextmanager
     def _locked(self, directory: Path) -> Iterator[None]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipelines import cli_stages
-from pipelines.cli_options import CONFIG, ROOT, SET
-from training.errors import ConfigError, SatrapError
+from pipelines.cli_options import CONFIG, ROOT, SET, writing
+from training.errors import ConfigError, SatrapError, os_error_text
 
 if TYPE_CHECKING:
     from pipelines.runs import RunRecord
@@ -43,9 +43,11 @@ def run(config: Path, overrides: tuple[str, ...], resume: str | None) -> None:
     from pipelines.run_local import run_local
     from pipelines.runs import find_run
     from pipelines.summary import run_report
-    from training.checkpoint import newest_checkpoint
+    from training.checkpoint import check_resumable, newest_checkpoint
 
     start = newest_checkpoint(find_run(loaded.output.root, resume)[1] / "train") if resume else None
+    if start:
+        check_resumable(start, loaded)
     record, run_dir = run_local(loaded, view(), resume=start)
     click.echo(run_report(record, run_dir))
     if record.error:
@@ -70,8 +72,9 @@ def compile_command(output: Path, image: str | None) -> None:
     from pipelines.compile import compile_pipeline, ir_digest
 
     text = compile_pipeline(image) if image else compile_pipeline()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
     click.echo(f"{output}: sha256 {ir_digest(text)}")
 
 
@@ -111,19 +114,40 @@ def runs(root: Path, as_json: bool) -> None:
 @cli.command()
 @click.argument("run_id", metavar="[RUN]", required=False)
 @ROOT
+@click.option("--all", "every", is_flag=True, help="All runs beside one another, to compare them.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on; the first free one from 6006 when absent.")
 @click.option("--host", default="localhost", show_default=True, help="Address to listen on.")
-def tensorboard(run_id: str | None, root: Path, port: int | None, host: str) -> None:
+def tensorboard(run_id: str | None, root: Path, every: bool, port: int | None, host: str) -> None:
     """Open the logs of a run (its id, or a part of it; the latest when absent) in TensorBoard."""
     from pipelines.runs import find_run
 
     record, run_dir = find_run(root, run_id)
     port = port or _free_port(host)
-    click.echo(f"TensorBoard of {record.id}: http://{host}:{port}/ (Ctrl-C ends it)")
+    shown, logs = (f"all runs in {root}", run_dir.parent) if every else (record.id, run_dir)
+    click.echo(f"TensorBoard of {shown}: http://{host}:{port}/ (Ctrl-C ends it)")
     sys.stdout.flush()
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run_dir), "--host", host, "--port", str(port)]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), "--host", host, "--port", str(port)]
     # Replaces this process: nothing is left to clean up, and signals reach TensorBoard itself.
     os.execv(sys.executable, command)  # noqa: S606
+
+
+@cli.command()
+@click.argument("path", metavar="RUN_OR_DIR")
+@ROOT
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write; trace.json beside the profile when absent."
+)
+def profile(path: str, root: Path, output: Path | None) -> None:
+    """Write a Chrome trace of a run's first steps (RUN: its id or a part of it; DIR: a train output), and print where their time went.
+
+    The run must have been trained with training.profile_steps. Open the file in https://ui.perfetto.dev or chrome://tracing.
+    """
+    from pipelines.runs import find_run
+    from training.profile import write_trace
+
+    folder = Path(path) if Path(path).is_dir() else find_run(root, path)[1]
+    written, table = write_trace(folder, output)
+    click.echo(f"{table}\n{written}")
 
 
 def _free_port(host: str) -> int:
@@ -141,11 +165,11 @@ def _free_port(host: str) -> int:
 
 
 @cli.command()
-@click.argument("name")
+@click.argument("name", type=click.Choice(["parameter_server", "embedding_worker", "data_loader", "nn_worker"]))
 @click.option("--index", type=click.IntRange(min=0), required=True, help="Which of the role's processes this is.")
 @click.option("--job", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The job.json that `satrap train` wrote.")
 def role(name: str, index: int, job: Path) -> None:
-    """Run one process of a role: parameter_server, embedding_worker, data_loader or nn_worker."""
+    """Run one process of a role."""
     from training.roles import run_role
 
     sys.exit(run_role(name, index=index, job=job))
@@ -173,6 +197,9 @@ def main() -> None:
     except SatrapError as error:
         click.echo(_error_text(error), err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:
+        click.echo(f"error: {os_error_text(error)}", err=True)
+        sys.exit(1)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a user sees a message, the log keeps the traceback
         click.echo(
             f"error: unexpected {type(error).__name__}: {error}\nThis is a defect of satrap. Traceback: {_keep_traceback()}", err=True
@@ -181,7 +208,9 @@ def main() -> None:
 
 
 def _error_text(error: SatrapError) -> str:
-    lines = str(error).splitlines()
+    from training.stage import room_text
+
+    lines = room_text(str(error)).splitlines()
     return f"error: {lines[0]}" if len(lines) == 1 else "\n".join(["error:", *(f"  {line}" for line in lines)])
 
 

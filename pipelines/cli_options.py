@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -17,3 +19,14 @@ ROOT = click.option(
     show_default=True,
     help="The output.root of the runs.",
 )
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """An error of the file system that knows no file, as those of a write do, is told of ``place``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(place)
+        raise

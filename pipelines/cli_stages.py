@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from pipelines.cli_options import CONFIG, SET
+from pipelines.cli_options import CONFIG, SET, writing
 
 if TYPE_CHECKING:
     from training.stage import Stage
@@ -62,7 +62,7 @@ def preprocess(config: Path, overrides: tuple[str, ...], output: Path | None, wo
 
     with _shown("preprocess") as current:
         output = output or Path(loaded.output.root) / "data" / work.data_key(loaded)
-        with current.reuse_of(output / "manifest.json"):
+        with writing(output), current.reuse_of(output / "manifest.json"):
             manifest = work.preprocess(loaded, output, events=current.events, num_workers=workers, reuse=reuse)
         current.message = f"unchanged input: {manifest.summary}" if current.reused else manifest.summary
     click.echo(str(output))
@@ -81,7 +81,7 @@ def validate(config: Path, data: Path, overrides: tuple[str, ...], output: Path,
     loaded = load_config(config, overrides)
     from training.data.validate import validate as work
 
-    with _shown("validate") as current:
+    with _shown("validate") as current, writing(output):
         report = work(loaded, data, output, previous=previous)
         current.message = f"{report.status}, {len(report.findings)} findings"
     click.echo(str(output / "report.html"))
@@ -102,8 +102,9 @@ def train(config: Path, data: Path, overrides: tuple[str, ...], output: Path, re
     from pipelines.summary import metrics_table
     from training.launcher import train as work
 
-    with _shown("train") as current:
+    with _shown("train") as current, writing(output):
         result = work(loaded, data, output, events=current.events, resume=resume, warm_start=warm_start)
+        current.message = result.summary
     if result.metrics:
         click.echo(metrics_table({"valid": result.metrics}))
     click.echo(str(result.checkpoint))
@@ -115,18 +116,29 @@ def train(config: Path, data: Path, overrides: tuple[str, ...], output: Path, re
 @_CHECKPOINT
 @SET
 @_output("Directory for evaluation.json, report.html and tensorboard/.")
-@click.option("--champion", type=click.Path(path_type=Path), help="Checkpoint to compare with on the same test split.")
+@click.option(
+    "--champion",
+    type=click.Path(path_type=Path),
+    help="Checkpoint or version to compare with on the same test split; the champion of <output.root>/registry when absent.",
+)
 def evaluate(config: Path, data: Path, checkpoint: Path, overrides: tuple[str, ...], output: Path, champion: Path | None) -> None:
     """Measure a checkpoint on the test split of a data directory."""
     from training.config_file import load_config
 
     loaded = load_config(config, overrides)
+    from infra.registry import Registry
     from pipelines.summary import metrics_table
     from training.evaluate import evaluate as work
 
-    with _shown("evaluate") as current:
+    if champion is None:
+        present = Registry.of(loaded).champion(loaded.name)
+        champion = present.checkpoint if present else None
+    elif (champion / "checkpoint").is_dir():
+        champion = champion / "checkpoint"
+    with _shown("evaluate") as current, writing(output):
         result = work(loaded, data, checkpoint, output, champion=champion, events=current.events)
-    click.echo(metrics_table({"candidate": result.metrics}))
+        current.message = result.summary
+    click.echo(metrics_table({"candidate": result.shown}))
     click.echo(str(output / "report.html"))
 
 
@@ -165,7 +177,8 @@ def synth(output: Path, **settings: float) -> None:
     """Make Criteo-shaped clicks in OUTPUT, with the configuration to run on them and the truth behind them."""
     from training.data.synth import synth as work
 
-    work(output, **settings)  # type: ignore[arg-type]
+    with writing(output):
+        work(output, **settings)  # type: ignore[arg-type]
     click.echo(f"{output / 'satrap.yaml'}")
 
 

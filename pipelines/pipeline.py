@@ -6,6 +6,8 @@
                              +-> train -> evaluate -> register        and, whatever happened: release
     provision ---------------+
 
+kfp.local runs one step after the other: preprocess, provision, validate and so on; steps that a failed one is not before still run.
+
 The configuration travels as one JSON text, because kfp.local turns integers inside structures into floats. There are no outputs: kfp
 allows none inside an exit handler, so results go to the run's directory and the registry. No task is cached: each writes into the
 directory of its run, and ``preprocess`` has its own reuse by content.

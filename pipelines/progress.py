@@ -7,6 +7,7 @@ stage is drawn live by rich; elsewhere plain lines are written, training progres
 from __future__ import annotations
 
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from training.events import follow_events
 
 Event = dict[str, Any]
 _PLAIN_SECONDS = 5.0
+_MESSAGE_COLUMN = 30
 _STYLES = {"succeeded": "green", "reused": "cyan", "failed": "red"}
 _WORDS = {"succeeded": "done", "reused": "reused", "failed": "FAILED"}
 
@@ -106,8 +108,9 @@ class LiveView:
             if (task := self._tasks.pop(event["name"], None)) is not None:
                 self._progress.remove_task(task)
             style = _STYLES.get(event["status"], "yellow")
-            mark = "x" if event["status"] == "failed" else "\u2713"
-            self._print(f"[{style}]{mark}[/{style}] {escape(stage_line(event))}")
+            mark = "\u2717" if event["status"] == "failed" else "\u2713"
+            line = stage_line(event, width=self._progress.console.width - 2)
+            self._print(f"[{style}]{mark}[/{style}] {escape(line)}")
         elif event["kind"] == "note":
             self._print(f"  {escape(event['stage']):<11}{escape(event['message'])}")
         elif event["kind"] == "progress" and (task := self._tasks.get(event["stage"])) is not None:
@@ -158,13 +161,19 @@ class Follower:
             self._error = error
 
 
-def stage_line(event: Event) -> str:
-    """``train      done     41.2 s  message``: how a stage ended."""
+def stage_line(event: Event, *, width: int | None = None) -> str:
+    """``train      done     41.2 s  message``: how a stage ended. A message wider than ``width`` columns goes on below itself."""
     status, seconds = event["status"], event.get("seconds", 0.0)
     word = "stopped" if event.get("error") == "KeyboardInterrupt" else _WORDS.get(status, status)
-    first, *more = str(event.get("message", "")).splitlines() or [""]
+    # The text of a failure follows as the command's error; here it would only stand twice.
+    text = "" if status == "failed" and word == "FAILED" else str(event.get("message", ""))
+    lines = text.splitlines()
+    if width is not None:
+        room = max(width - _MESSAGE_COLUMN, 20)
+        lines = [part for line in lines for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False)]
+    first, *more = lines or [""]
     line = f"{event['name']:<11}{word:<8}{seconds:>7.1f} s  {first}".rstrip()
-    return "\n".join([line, *(" " * 30 + text for text in more)])
+    return "\n".join([line, *(" " * _MESSAGE_COLUMN + text for text in more)])
 
 
 def progress_text(event: Event) -> str:

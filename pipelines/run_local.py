@@ -7,9 +7,9 @@ ends every process of the run before it returns.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -25,9 +25,12 @@ import yaml
 
 from infra import local, processes
 from pipelines.compile import compile_pipeline, ir_digest
+from pipelines.local_runner import SCRATCH_PREFIX
 from pipelines.progress import Event, Follower, View
 from pipelines.runs import RunRecord, begin, previous_data
 from training.config import Config
+from training.errors import os_error_text
+from training.stage import is_about_room
 
 GRACE_SECONDS = 10.0
 _SETTINGS = {
@@ -35,15 +38,16 @@ _SETTINGS = {
     "PYTHONUNBUFFERED": "1",  # the log is complete up to the moment of a failure
     "PYTHONHASHSEED": "0",  # kfp.local keeps tasks in sets: without it their order changes from run to run
 }
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_FULL_BYTES = 64 * 1024
+"""A file system with less room than this is full: the next page of a log may not fit."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_local(config: Config, view: View, *, resume: Path | None = None) -> tuple[RunRecord, Path]:
     """Compile and run the pipeline; returns the ended record and the run's directory.
 
-    A failing stage is no exception here: it stands in the record. ``resume`` is a checkpoint to go on from. Nothing of the run is
-    alive when this returns.
+    A failing stage is no exception here: it stands in the record. Nor is a record that cannot be written: the run has failed then.
+    ``resume`` is a checkpoint to go on from. Nothing of the run is alive when this returns. Raises ``OSError`` where a run cannot begin.
     """
     with _Stop() as stop:
         pipeline = compile_pipeline()
@@ -73,7 +77,8 @@ def _as_parameter(config: Config) -> str:
 def _execute(record: RunRecord, run_dir: Path, view: View, stop: _Stop) -> None:
     def keep(event: Event) -> None:
         if record.apply(event):
-            record.save(run_dir)
+            with suppress(OSError):  # A full disk ends the stages by itself, and the last save tells.
+                record.save(run_dir)
 
     code: int | None = None
     try:
@@ -82,24 +87,33 @@ def _execute(record: RunRecord, run_dir: Path, view: View, stop: _Stop) -> None:
                 stop.wait(0.1)
             code = runner.poll()
     finally:
-        interrupted = code is None
-        if interrupted or not (run_dir / "release.json").exists():
-            local.release(run_dir, interrupted=interrupted)
-        if interrupted:
-            record.end(
-                "interrupted", "interrupted: everything of the run was ended" if stop.requested else "stopped by an error of satrap itself"
-            )
-        elif code == 0 and record.failed_stage is None:
-            record.end("succeeded")
-        else:
-            record.end("failed", _failure(record, run_dir, code))
+        _close(record, run_dir, code, stop)
+
+
+def _close(record: RunRecord, run_dir: Path, code: int | None, stop: _Stop) -> None:
+    """End the record of a run whose processes are gone. ``code`` is the exit status of the runner, None if it did not end by itself."""
+    if code is None:
+        record.end(
+            "interrupted", "interrupted: everything of the run was ended" if stop.requested else "stopped by an error of satrap itself"
+        )
+    elif code == 0 and record.failed_stage is None:
+        record.end("succeeded")
+    else:
+        record.end("failed", _failure(record, run_dir, code))
+    try:
+        if code is None or not (run_dir / "release.json").exists():
+            local.release(run_dir, interrupted=code is None)
         record.save(run_dir)
+    except OSError as error:
+        # A stage that failed for the same reason has told it already.
+        told = record.error if record.status == "failed" else f"the record of the run could not be written: {os_error_text(error)}"
+        record.end("failed", told)
 
 
 @contextmanager
 def _runner(run_dir: Path, stop: _Stop) -> Iterator[subprocess.Popen[bytes]]:
     """The process that executes the pipeline. Leaving the block ends it and every other process of the run, and removes their files."""
-    scratch = tempfile.mkdtemp(prefix="satrap-")  # its TMPDIR: kfp never removes its temporary files
+    scratch = tempfile.mkdtemp(prefix=SCRATCH_PREFIX)  # its TMPDIR: kfp never removes its temporary files
     log = run_dir / "logs" / "pipeline.log"
     log.parent.mkdir(exist_ok=True)
     lifeline, ours = os.pipe()
@@ -107,7 +121,7 @@ def _runner(run_dir: Path, stop: _Stop) -> Iterator[subprocess.Popen[bytes]]:
     try:
         with log.open("ab") as output:
             runner = subprocess.Popen(
-                [sys.executable, "-m", "pipelines.local_runner", str(run_dir), str(lifeline)],
+                [sys.executable, "-m", "pipelines.local_runner", str(run_dir), str(lifeline), scratch],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -132,13 +146,33 @@ def _alive(runner: subprocess.Popen[bytes], run_dir: Path) -> list[int]:
     return sorted({*own, *processes.marked(run_dir)})
 
 
-def _failure(record: RunRecord, run_dir: Path, code: int | None) -> str:
+def _failure(record: RunRecord, run_dir: Path, code: int) -> str:
+    log = run_dir / "logs" / "pipeline.log"
+    if code < 0:
+        record.fail_unfinished("interrupted")
+        return f"the process that executes the pipeline was killed by {_signal_name(-code)} (out of memory? see the kernel log); see {log}"
+    record.fail_unfinished(_cause_of_death(run_dir))
     stage = record.failed_stage
     if stage is not None:
-        return f"{stage}: {record.stages[stage].message}"
-    log = run_dir / "logs" / "pipeline.log"
-    lines = _COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace")).strip().splitlines()
+        return f"{stage}: {_with_place(record.stages[stage].message, run_dir.parent.parent)}"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"the pipeline's process ended with status {code} outside any stage: {lines[-1] if lines else 'it printed nothing'}; see {log}"
+
+
+def _cause_of_death(run_dir: Path) -> str:
+    """Why a stage may have ended without a word."""
+    if shutil.disk_usage(run_dir).free < _FULL_BYTES:
+        return os_error_text(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir.parent.parent)))
+    return f"its process was killed (out of memory? see the kernel log); see {run_dir / 'logs'}"
+
+
+def _with_place(message: str, root: Path) -> str:
+    """A failure of the file system says where the place is that it speaks of; errors of a write do not know."""
+    return f"{message}; output.root is {root}" if is_about_room(message) and str(root) not in message else message
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 class _Stop:

@@ -106,6 +106,12 @@ class RunRecord(BaseModel):
             error=event.get("error"),
         )
 
+    def fail_unfinished(self, message: str) -> None:
+        """Call the stages that started and never said how they ended failed."""
+        for stage in self.stages.values():
+            if stage.status == "started":
+                stage.status, stage.message, stage.error = "failed", message, "Killed"
+
     def end(self, status: Status, error: str | None = None) -> None:
         """Close the record. Stages that an interruption stopped are marked so."""
         self.status, self.error, self.ended = status, error, round(time.time(), 3)
@@ -156,15 +162,25 @@ def runs_dir(root: str | Path) -> Path:
 
 
 def load_run(run_dir: Path) -> RunRecord | None:
-    """A run's record; None if the directory holds none that can be read. A run whose process is gone reads as interrupted."""
-    try:
-        record = RunRecord.model_validate_json((run_dir / RECORD).read_bytes())
-    except (OSError, ValidationError):
+    """A run's record; None if the directory holds none that can be read. A run whose process is gone reads as interrupted.
+
+    Whoever wants to know how a run is goes through here: where nobody was left to write it, the file itself says *running* for ever.
+    """
+    record = load_record(run_dir)
+    if record is None:
         return None
     if record.status == "running" and (record.pid_started is None or processes.started(record.pid) != record.pid_started):
         record.end("interrupted")
         record.ended = None
     return record
+
+
+def load_record(run_dir: Path) -> RunRecord | None:
+    """The record as it stands in the file; None if there is none that can be read."""
+    try:
+        return RunRecord.model_validate_json((run_dir / RECORD).read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def list_runs(root: str | Path) -> list[tuple[RunRecord, Path]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from pipelines.runs import RunRecord
 from training.errors import SatrapError
 from training.evaluation_record import EvaluationRecord
+
+_KEY_DIGITS = 12
 
 
 def run_report(record: RunRecord, run_dir: Path) -> str:
@@ -21,10 +24,14 @@ def run_report(record: RunRecord, run_dir: Path) -> str:
     if record.promoted is not None:
         lines.append(f"model        {registration_text(record.name, record.version, promoted=record.promoted, reason=record.reason)}")
     names = {"report": "report", "validation_report": "validation", "checkpoint": "checkpoint", "data": "data"}
-    lines += [f"{label:<13}{short(path)}" for name, label in names.items() if (path := record.paths.get(name)) and Path(path).exists()]
-    lines += [f"{'TensorBoard':<13}{_command()} tensorboard {record.id}{_root_option(run_dir)}"] if _has_board(run_dir) else []
+    there = {name: Path(path) for name in names if (path := record.paths.get(name)) and Path(path).exists()}
+    lines += [f"{names[name]:<13}{_abbreviated(path) if name == 'data' else short(path)}" for name, path in there.items()]
+    if boards := sorted(run_dir.glob("*/tensorboard"), reverse=True):
+        lines += [f"{'TensorBoard' if board is boards[0] else '':<13}{short(board)}" for board in boards]
+        lines.append(f"{'to open it':<13}{_command()} tensorboard {record.id}{_root_option(run_dir)}")
     if record.status != "succeeded" and any(run_dir.glob("train/checkpoints/step-*/manifest.json")):
-        lines.append(f"{'to go on':<13}{_command()} run CONFIG --resume {record.id}")
+        config = shlex.quote(short(run_dir / "config.yaml"))
+        lines.append(f"{'to go on':<13}{_command()} run {config} --resume {record.id}")
     lines.append(f"{'log':<13}{short(run_dir / 'logs' / 'pipeline.log')}")
     lines.append(f"{'run':<13}{record.id}: {record.status} in {record.seconds or 0.0:.1f} s")
     return "\n".join(lines)
@@ -50,8 +57,8 @@ def runs_table(records: Sequence[RunRecord]) -> str:
     return columns(rows)
 
 
-def metrics_table(by_model: Mapping[str, Mapping[str, float | None]]) -> str:
-    """Metrics as rows, models as columns."""
+def metrics_table(by_model: Mapping[str, Mapping[str, float | str | None]]) -> str:
+    """Metrics as rows, models as columns. A text stands for a metric without a value: why it has none."""
     names = list(dict.fromkeys(name for values in by_model.values() for name in values))
     return columns(
         [("METRIC", *(model.upper() for model in by_model)), *((n, *(_number(v.get(n)) for v in by_model.values())) for n in names)]
@@ -79,23 +86,24 @@ def short(path: str | Path) -> str:
 
 def _evaluation_table(record: RunRecord, run_dir: Path) -> str:
     measured = record.metrics.get("evaluate")
-    if not measured:
+    if measured is None:
         return ""
-    by_model: dict[str, Mapping[str, float | None]] = {"candidate": measured}
-    if champion := _champion_metrics(run_dir / "evaluate" / "evaluation.json"):
-        by_model["champion before"] = {name: champion.get(name) for name in measured}
+    try:
+        evaluation = EvaluationRecord.load(run_dir / "evaluate" / "evaluation.json")
+    except SatrapError:
+        return metrics_table({"candidate": measured}) if measured else ""
+    undefined = {str(name): f"undefined: {reason}" for name, reason in evaluation.candidate.undefined.items()}
+    shown: dict[str, float | str | None] = {**measured, **undefined}
+    by_model = {"candidate": shown}
+    if evaluation.champion and evaluation.champion.score:
+        champion = {str(name): value for name, value in evaluation.champion.score.metrics.items()}
+        by_model["champion before"] = {name: champion.get(name) for name in shown}
     return metrics_table(by_model)
 
 
-def _champion_metrics(evaluation: Path) -> dict[str, float | None]:
-    try:
-        champion = EvaluationRecord.load(evaluation).champion
-    except SatrapError:
-        return {}
-    return {str(name): value for name, value in champion.score.metrics.items()} if champion and champion.score else {}
-
-
-def _number(value: float | None) -> str:
+def _number(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return value
     return "-" if value is None else f"{value:.4f}"
 
 
@@ -107,8 +115,10 @@ def _version(record: RunRecord) -> str:
     return f"v{record.version}" + (" promoted" if record.promoted else "")
 
 
-def _has_board(run_dir: Path) -> bool:
-    return any(run_dir.glob("*/tensorboard"))
+def _abbreviated(path: Path) -> str:
+    """A path whose last name is a long key, cut to a pattern that a shell completes to this path and no other."""
+    pattern = f"{path.name[:_KEY_DIGITS]}*"
+    return short(path.with_name(pattern) if list(path.parent.glob(pattern)) == [path] else path)
 
 
 def _command() -> str:
@@ -118,4 +128,4 @@ def _command() -> str:
 
 def _root_option(run_dir: Path) -> str:
     root = run_dir.parent.parent
-    return "" if root == Path.cwd() / "satrap-runs" else f" --root {short(root)}"
+    return "" if root == Path.cwd() / "satrap-runs" else f" --root {shlex.quote(short(root))}"

@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -97,3 +100,25 @@ def test_every_adr_says_context_decision_rejected_and_consequences():
     for record in records:
         headings = re.findall(r"^## (.*)$", record.read_text(encoding="utf-8"), re.MULTILINE)
         assert headings == ["Context", "Decision", "Rejected", "Consequences"], record.name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_readmes_commands_run_one_after_the_other(tmp_path):
+    """What stands below the quickstart, in order, smaller than there; ``tensorboard``, which never ends, is left to its own test."""
+    shutil.copytree(ROOT / "examples" / "adult", tmp_path / "examples" / "adult")
+    folder = Path(sys.executable).parent
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Quickstart")[1].split("\n## ")[0]
+    written = [
+        line.split("  #")[0].strip() for line in text.splitlines() if line.startswith(".venv/bin/satrap ") and "tensorboard" not in line
+    ]
+    lines = [line.replace("--rows 200000", "--rows 2000") for line in written]
+    lines = [line if "--set training.epochs" in line or " run " not in line else f"{line} --set training.epochs=1" for line in lines]
+    assert [line.split()[1] for line in lines] == ["runs", "run", "synth", "run"], "a new command needs a thought here"
+    for line in [*lines, ".venv/bin/satrap config show examples/adult/satrap.yaml", ".venv/bin/satrap runs"]:
+        command = [str(folder / "satrap"), *shlex.split(line)[1:]]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, f"{line}: {result.stdout}{result.stderr}"
+    listed = result.stdout.splitlines()[1:]
+    assert [line.split()[1] for line in listed] == ["succeeded", "succeeded"]
+    assert [line.split()[0].split("-")[0] for line in listed] == ["adult", "synth"]

@@ -20,6 +20,8 @@ INFRA_MAY_KNOW = {
     "training.checkpoint",
     "training.config",
     "training.config_file",
+    "training.embedding.footprint",
+    "training.embedding.memory",
     "training.embedding.slots",
     "training.errors",
     "training.evaluation_record",

@@ -1,8 +1,8 @@
 """What a training run shows in TensorBoard; one place for every tag.
 
 Scalars: ``train/loss``, ``train/skipped_steps``, ``valid/<metric>``, ``throughput/samples_per_second``, ``staleness/mean|max``,
-``latency_ms/<phase>``, ``queue/ready_batches``, ``embedding/unique_ratio``,
-``table_<name>/rows|evicted|fill``, ``learning_rate/dense|<table>``.
+``latency_ms/<phase>`` of the rank, ``latency_ms/worker_<phase>``, ``latency_ms/server_<phase>``,
+``queue/ready_batches``, ``embedding/unique_ratio``, ``table_<name>/rows|evicted|fill``, ``learning_rate/dense|<table>``.
 Histogram: ``staleness/batches``. Curves: ``valid/pr``. HParams at the end. Projector: ``rows/<slot table>`` if asked for.
 """
 
@@ -19,6 +19,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from training.config import Config
+from training.profile import latencies
 
 
 class Board:
@@ -44,7 +45,7 @@ class Board:
         self.scalars(step, {"staleness/mean": float(values.mean()), "staleness/max": float(values.max())})
 
     def servers(self, step: int, statistics: list[dict[str, Any]]) -> None:
-        """Rows, evictions and fill per table over all servers, and mean server time per request."""
+        """Rows, evictions and fill per table over all servers, and mean server time per request since the last point."""
         points: dict[str, float] = {}
         for name in statistics[0]["tables"]:
             parts = [server["tables"][name] for server in statistics]
@@ -53,10 +54,7 @@ class Board:
             points[f"table_{name}/evicted"] = sum(p["evicted"] for p in parts)
             points[f"table_{name}/fill"] = rows / capacity
             points[f"table_{name}/memory_mib"] = sum(p["memory_bytes"] for p in parts) / 2**20
-        for phase in ("look_up", "update"):
-            calls = sum(server["calls"][phase] for server in statistics)
-            if calls:
-                points[f"latency_ms/server_{phase}"] = 1e3 * sum(server["seconds"][phase] for server in statistics) / calls
+        points |= latencies("server_", [server["phases"] for server in statistics])
         points["embedding/absent_updates"] = sum(server["absent_updates"] for server in statistics)
         self.scalars(step, points)
 

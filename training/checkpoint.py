@@ -60,6 +60,8 @@ class CheckpointManifest(BaseModel):
     parts: list[ServerPart]
     metrics: dict[str, float]
     """Last metrics on the valid split."""
+    best_step: int | None
+    """Under early stopping, the step of the best checkpoint so far."""
     files: dict[str, str]
     """Hex xxh3-128 per file, by path relative to the checkpoint."""
 
@@ -97,12 +99,14 @@ def load_config_of(checkpoint: Path) -> Config:
 @contextmanager
 def new_checkpoint(final: Path) -> Iterator[Path]:
     """A directory to fill; renamed to ``final`` at the end, removed on failure. The caller writes ``manifest.json`` last."""
-    building = final.with_name(f".building-{final.name}-{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
+    building = final.with_name(f".building-{final.name}")
+    for left in final.parent.glob(".building-*"):  # One run writes here; what lies around is of a process that was killed.
+        shutil.rmtree(left, ignore_errors=True)
     try:
         building.mkdir(parents=True)
         yield building
-        _flush(building)
+        for folder in (*(path for path in building.rglob("*") if path.is_dir()), building):
+            _flush(folder)
         if final.exists():
             raise CheckpointError(f"{final}: exists already; a checkpoint is never overwritten")
         building.rename(final)
@@ -138,29 +142,46 @@ def newest_checkpoint(path: Path) -> Path:
     """The checkpoint a path means: itself, or the newest below a training output directory. Raises ``CheckpointError``."""
     if (path / "manifest.json").is_file():
         return path
-    found = [p for p in (path / "checkpoint", *(path / "checkpoints").glob("step-*")) if (p / "manifest.json").is_file()]
+    found = {}
+    for candidate in (path / "checkpoint", *(path / "checkpoints").glob("step-*")):
+        try:
+            found[candidate] = CheckpointManifest.load(candidate, verify=False).step
+        except CheckpointError:
+            continue  # Half deleted, or damaged: the one before it may be whole.
     if not found:
         raise CheckpointError(
             f"{path}: holds no complete checkpoint; give a checkpoint directory or the output directory of `satrap train`"
         )
-    return max(found, key=lambda p: CheckpointManifest.load(p, verify=False).step)
+    return max(found, key=lambda candidate: found[candidate])
 
 
-def check_resumable(checkpoint: Path, config: Config, *, fingerprint: str) -> None:
-    """Raise ``CheckpointError`` listing what differs, unless going on from the checkpoint continues the same run."""
+def check_resumable(checkpoint: Path, config: Config, *, fingerprint: str | None = None) -> None:
+    """Raise ``CheckpointError`` listing what differs, unless going on from the checkpoint continues the same run.
+
+    ``fingerprint`` is that of the data, if they are there already.
+    """
     manifest = CheckpointManifest.load(checkpoint)
     theirs, ours = load_config_of(checkpoint).to_dict(), config.to_dict()
-    problems = [f"{section} differs" for section in ("schema", "split", "embedding", "model") if theirs[section] != ours[section]]
-    for key in ("mode", "batch_size", "seed", "shuffle", "shuffle_window_shards", "dense_optimizer", "averaging_period"):
+    problems = _differences(theirs, ours, ("schema", "split", "embedding", "model"))
+    for key in ("mode", "batch_size", "seed", "shuffle", "shuffle_window_shards", "dense_optimizer", "averaging_period", "wire_dtype"):
         if theirs["training"][key] != ours["training"][key]:
             problems.append(f"training.{key} is {ours['training'][key]!r}, was {theirs['training'][key]!r}")
+    metrics = [(c["training"]["early_stopping"] or {}).get("metric") for c in (theirs, ours)]
+    if metrics[0] != metrics[1]:
+        problems.append(f"training.early_stopping.metric is {metrics[1]}, was {metrics[0]}")
     if theirs["training"]["roles"]["nn_worker"] != ours["training"]["roles"]["nn_worker"]:
         problems.append("training.roles.nn_worker differs")
-    if manifest.fingerprint != fingerprint:
+    if fingerprint is not None and manifest.fingerprint != fingerprint:
         problems.append("the data differ (another fingerprint)")
     if problems:
         raise CheckpointError(
             f"{checkpoint}: cannot be resumed: {'; '.join(problems)}. Restore these settings, or use it as a warm start instead"
+        )
+    steps = config.training.epochs * manifest.steps_per_epoch
+    last = min(steps, config.training.max_steps or steps)
+    if manifest.step > last:
+        raise CheckpointError(
+            f"{checkpoint}: is of step {manifest.step}, beyond the run's end at {last}: raise training.epochs or training.max_steps"
         )
 
 
@@ -168,13 +189,18 @@ def check_warm_startable(checkpoint: Path, config: Config, *, feature_digest: st
     """Raise ``CheckpointError`` unless the checkpoint's rows and network fit the configuration and data."""
     manifest = CheckpointManifest.load(checkpoint)
     theirs, ours = load_config_of(checkpoint).to_dict(), config.to_dict()
-    problems = [f"{section} differs" for section in ("embedding", "model") if theirs[section] != ours[section]]
+    problems = _differences(theirs, ours, ("embedding", "model"))
     if theirs["training"]["dense_optimizer"]["name"] != ours["training"]["dense_optimizer"]["name"]:
         problems.append("training.dense_optimizer.name differs")
     if manifest.feature_digest != feature_digest:
         problems.append("the data have other features")
     if problems:
         raise CheckpointError(f"{checkpoint}: cannot be a warm start: {'; '.join(problems)}. Use the same settings, or start without it")
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any], sections: tuple[str, ...]) -> list[str]:
+    """Sections of which more differs than how many rows are kept."""
+    return [f"{name} differs" for name in sections if theirs[name] | {"capacity_rows": 0} != ours[name] | {"capacity_rows": 0}]
 
 
 def _flush(directory: Path) -> None:

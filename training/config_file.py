@@ -57,8 +57,10 @@ def _load_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError([f"{path}: no such file; give the path of a YAML file such as examples/adult/satrap.yaml"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"{path}: is not text; give a YAML file such as examples/adult/satrap.yaml"]) from None
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror or error}"]) from None
     try:
         tree = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
@@ -147,6 +149,8 @@ def _explain(details: ErrorDetails) -> list[str]:
         return [f"{path}: required but not given"]
     if kind == "literal_error":
         return [f"{path}: {raw!r} is not one of {details['ctx']['expected']}"]
+    if kind == "list_type":
+        return [f"{path}: got {raw!r}, expected a list: write [{raw}]"]
     message = details["msg"][0].lower() + details["msg"][1:]
     return [f"{path}: got {raw!r}, {message}"]
 

@@ -22,6 +22,12 @@ class SatrapError(Exception):
     """Base of all errors raised on purpose. ``str(error)`` says what, with which value, and what to do next."""
 
 
+def os_error_text(error: OSError) -> str:
+    """What went wrong with which file, for an error of the operating system: full disks and read-only folders are no defects."""
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}; free space there, or choose another place (output.root, -o)"
+
+
 class ConfigError(SatrapError):
     """The configuration was refused. ``problems`` holds one line per fault: path, value, legal choices."""
 

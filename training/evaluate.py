@@ -6,8 +6,10 @@ in ``tensorboard/``: scalars ``test/<metric>`` and ``champion/<metric>``, the cu
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +45,13 @@ class EvaluationResult:
     tensorboard: Path
     metrics: dict[str, float]
     """Of the candidate: those of ``evaluation.metrics`` that have a value."""
+    shown: dict[str, float | str]
+    """Of the candidate: all of ``evaluation.metrics``, for one without a value ``undefined: <reason>``."""
+
+    @property
+    def summary(self) -> str:
+        """One line: the metrics of the candidate."""
+        return "  ".join(f"test {name} {value if isinstance(value, str) else f'{value:.4f}'}" for name, value in self.shown.items())
 
 
 @dataclass
@@ -192,14 +201,30 @@ def _write(record: EvaluationRecord, ours: Scores, theirs: Scores | None, config
     write_text(report, evaluation_html.render(record, curves, shown=config.evaluation.metrics))
     write_text(evaluation, record.model_dump_json(indent=2) + "\n")
     values = {name: record.candidate.metrics[name] for name in config.evaluation.metrics}
-    return EvaluationResult(record, evaluation, report, board, {name: value for name, value in values.items() if value is not None})
+    metrics: dict[str, float] = {name: value for name, value in values.items() if value is not None}
+    reasons = {name: f"undefined: {record.candidate.undefined[name]}" for name in values if name not in metrics}
+    shown: dict[str, float | str] = {name: metrics.get(name, reasons.get(name, "")) for name in values}
+    return EvaluationResult(record, evaluation, report, board, metrics, shown)
+
+
+@contextmanager
+def _thread_errors_raised() -> Iterator[None]:
+    """TensorBoard writes from a thread; what that dies of, a full disk, is raised here instead of printed there."""
+    errors: list[BaseException] = []
+    before, threading.excepthook = threading.excepthook, lambda failed: errors.append(failed.exc_value or failed.exc_type())
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+    if errors:
+        raise errors[0]
 
 
 def _write_board(directory: Path, record: EvaluationRecord, ours: Scores, curves: evaluation_html.Curves) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     step = record.candidate.step
-    with SummaryWriter(str(directory)) as writer:
+    with _thread_errors_raised(), SummaryWriter(str(directory)) as writer:
         models: list[tuple[str, dict[MetricName, float | None]]] = [("test", record.candidate.metrics)]
         if record.champion is not None and record.champion.score is not None:
             models.append(("champion", record.champion.score.metrics))

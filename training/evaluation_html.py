@@ -206,7 +206,8 @@ def _judged(name: MetricName, ours: float | None, theirs: float | None) -> Html 
         return None
     higher = HIGHER_IS_BETTER[name]
     gain = abs(theirs - 1) - abs(ours - 1) if higher is None else (ours - theirs) * (1 if higher else -1)
-    tone: Tone = "plain" if gain == 0 else "good" if gain > 0 else "warn"
+    # A difference that the four shown digits hide is none to a reader.
+    tone: Tone = "plain" if abs(gain) < 5e-5 else "good" if gain > 0 else "warn"
     return build.badge({"plain": "equal", "good": "better", "warn": "worse"}[tone], tone)
 
 

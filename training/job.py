@@ -10,14 +10,19 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from training.config import Config
+from training.checkpoint import CheckpointManifest
+from training.config import Config, TrainingConfig
 from training.config_file import parse_config
 from training.data.manifest import Manifest
 from training.errors import RoleError, TrainingError
+from training.profile import FOLDER, Timeline
+
+if TYPE_CHECKING:
+    from training.embedding.sockets import SocketTransport
 
 RoleName = Literal["parameter_server", "embedding_worker", "data_loader", "nn_worker"]
 ROLES: tuple[RoleName, ...] = ("parameter_server", "embedding_worker", "data_loader", "nn_worker")
@@ -32,6 +37,8 @@ class Job(BaseModel):
     config_json: str
     data_dir: str
     output_dir: str
+    token: str
+    """Every connection between roles shows it first; job.json is readable by its owner only."""
     rendezvous: str
     """Directory all roles can reach; also holds the Unix sockets of a local run."""
     events: str
@@ -45,6 +52,28 @@ class Job(BaseModel):
         """The run's configuration."""
         return parse_config(self.config_json)
 
+    def transport(self, timeout_seconds: float | None = None) -> SocketTransport:
+        """How this job's roles reach one another; an answer may take ``training.request_timeout_seconds`` unless told otherwise."""
+        from training.embedding.sockets import SocketTransport, is_loopback
+
+        training = self.config.training
+        return SocketTransport(
+            timeout_seconds or training.request_timeout_seconds,
+            self.token,
+            shared_memory=training.transport == "shared_memory",
+            open_to_network=not is_loopback(training.tcp_host),
+        )
+
+    @property
+    def first_step(self) -> int:
+        """Steps before it were trained by the run that is resumed."""
+        return CheckpointManifest.load(Path(self.resume), verify=False).step if self.resume else 0
+
+    def timeline(self, role: RoleName, index: int) -> Timeline:
+        """Where a role process notes its times."""
+        steps = range(self.first_step, self.first_step + self.config.training.profile_steps)
+        return Timeline(f"{role}-{index}", steps=steps, folder=Path(self.output_dir) / FOLDER)
+
     def count(self, role: RoleName) -> int:
         """Processes of a role."""
         return int(getattr(self.config.training.roles, role))
@@ -57,9 +86,9 @@ class Rendezvous:
         self._directory = directory
         self._timeout_seconds = timeout_seconds
 
-    def listen_address(self, transport: Literal["unix", "tcp"], role: RoleName, index: int) -> str:
-        """Where a local role should listen."""
-        return f"unix:{self._directory}/{role}-{index}.sock" if transport == "unix" else "tcp:127.0.0.1:0"
+    def listen_address(self, training: TrainingConfig, role: RoleName, index: int) -> str:
+        """Where a role should listen."""
+        return f"tcp:{training.tcp_host}:0" if training.transport == "tcp" else f"unix:{self._directory}/{role}-{index}.sock"
 
     def announce(self, role: RoleName, index: int, address: str) -> None:
         """Make the role findable; it must be able to answer already."""
@@ -80,6 +109,16 @@ class Rendezvous:
                 )
             time.sleep(0.02)
         return [str(json.loads(path.read_text())["address"]) for path in paths]
+
+
+def usable_cores() -> int:
+    """Cores this process may use: what the scheduler allows, within the container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
 
 
 def total_steps(config: Config, manifest: Manifest) -> int:

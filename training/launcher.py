@@ -1,14 +1,16 @@
 """Runs the roles of a training run as processes of this machine and watches over them.
 
 Every role runs ``python -m training.roles``. The run ends well when all nn_worker ranks have; then the others are told to stop. If any
-role ends before that, the rest is stopped and the run fails with that role's own words. Whatever happens, nothing is left behind:
-no process (the kernel kills roles whose launcher died), no socket, no temporary directory.
+role ends before that, or shows no sign of life, the rest is stopped and the run fails with that role's own words. Nothing is left
+behind: no process, no socket, no temporary directory. If the launcher itself is killed by SIGKILL, the kernel kills its roles; the
+directory of their sockets stays then.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from training.checkpoint import CheckpointManifest, check_resumable, check_warm_startable, newest_checkpoint
+from training.checkpoint import CheckpointManifest, check_resumable, check_warm_startable, new_checkpoint, newest_checkpoint
 from training.config import Config
 from training.data.manifest import Manifest
 from training.errors import CheckpointError, ConfigError, RoleError
@@ -46,6 +48,18 @@ class TrainResult:
     steps: int
     skipped_steps: int
     stopped_early: bool
+    best_step: int | None
+    """The step of the checkpoint, where early stopping chose it."""
+
+    @property
+    def summary(self) -> str:
+        """One line: steps, why they were no more, metrics."""
+        parts = [f"{self.steps:,} steps"]
+        if self.best_step is not None and self.best_step != self.steps:
+            parts[0] += f"{', stopped early' if self.stopped_early else ''}, kept step {self.best_step:,} (best on valid)"
+        if self.skipped_steps:
+            parts[0] += f", {self.skipped_steps:,} skipped (not finite)"
+        return "  ".join([*parts, *(f"valid {name} {value:.4f}" for name, value in self.metrics.items())])
 
 
 def train(
@@ -66,8 +80,7 @@ def train(
     if resume is not None:
         resume = newest_checkpoint(resume).absolute()
         check_resumable(resume, config, fingerprint=manifest.fingerprint)
-        if (done := CheckpointManifest.load(resume, verify=False).step) >= (last := total_steps(config, manifest)):
-            raise CheckpointError(f"{resume}: is of step {done} and the run ends at {last}: raise training.epochs or training.max_steps")
+        _check_newest(resume, output_dir)
     elif any((output_dir / "checkpoints").glob("step-*")):
         raise CheckpointError(f"{output_dir}: holds checkpoints of a run that was cut off; go on with --resume {output_dir}, or remove it")
     if warm_start is not None:
@@ -77,11 +90,17 @@ def train(
         raise CheckpointError("resume and warm start exclude one another: a resumed run has its rows already")
     total_steps(config, manifest)  # Refuses an empty train split before anything starts.
     output_dir.mkdir(parents=True, exist_ok=True)
+    if resume is not None and (done := CheckpointManifest.load(resume, verify=False)).step == total_steps(config, manifest):
+        events.emit("note", stage="train", message=f"nothing left to train: {resume} is of the last step, {done.step:,}")
+        return _adopted(resume, output_dir)
+    if resume is not None and config.training.early_stopping is not None:
+        _bring_best(resume, output_dir)
     with _rendezvous_directory() as rendezvous, _termination_raises():
         job = Job(
             config_json=config.to_json(),
             data_dir=str(data_dir.absolute()),
             output_dir=str(output_dir.absolute()),
+            token=secrets.token_hex(16),
             rendezvous=str(rendezvous),
             events=str(events.path.absolute()),
             resume=str(resume) if resume else None,
@@ -94,8 +113,75 @@ def train(
     Path(result["checkpoint"]).rename(checkpoint)
     shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
     return TrainResult(
-        checkpoint, output_dir / "tensorboard", result["metrics"], result["steps"], result["skipped_steps"], result["stopped_early"]
+        checkpoint=checkpoint,
+        tensorboard=output_dir / "tensorboard",
+        metrics=CheckpointManifest.load(checkpoint, verify=False).metrics,
+        steps=result["steps"],
+        skipped_steps=result["skipped_steps"],
+        stopped_early=result["stopped_early"],
+        best_step=result["best_step"],
     )
+
+
+def _check_newest(resume: Path, output_dir: Path) -> None:
+    """Going on from an older checkpoint would mix its successors with those that lie there."""
+    newest = max((p.name for p in (output_dir / "checkpoints").glob("step-*")), default="")
+    if resume.parent == (output_dir / "checkpoints").absolute() and newest > resume.name:
+        raise CheckpointError(
+            f"{output_dir}: holds the newer checkpoint {newest}: go on with --resume {output_dir}, or choose another output directory"
+        )
+
+
+def _adopted(resume: Path, output_dir: Path) -> TrainResult:
+    """The result of a run whose training was finished before: its checkpoint, copied."""
+    with new_checkpoint(output_dir / "checkpoint") as building:
+        shutil.copytree(resume, building, dirs_exist_ok=True)
+    manifest = CheckpointManifest.load(output_dir / "checkpoint")
+    return TrainResult(output_dir / "checkpoint", output_dir / "tensorboard", manifest.metrics, manifest.step, 0, False, manifest.best_step)
+
+
+def _bring_best(resume: Path, output_dir: Path) -> None:
+    """Early stopping may end with the best checkpoint from before the cut, so it must lie where the run goes on."""
+    step = CheckpointManifest.load(resume, verify=False).best_step
+    if step is None:
+        return
+    name = f"step-{step:08d}"
+    target = output_dir / "checkpoints" / name
+    source = resume if resume.name == name else resume.with_name(name)
+    if target.exists():
+        return
+    if not (source / "manifest.json").exists():
+        raise CheckpointError(
+            f"{resume}: the best checkpoint so far, {name}, is not beside it, and early stopping may need it; "
+            "resume where it is, or set training.early_stopping=null"
+        )
+    with new_checkpoint(target) as building:
+        shutil.copytree(source, building, dirs_exist_ok=True)
+
+
+class _Beat:
+    """A role's sign of life, by this process's own clock: a machine that slept wakes with no role overdue."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: int | None = None
+        self._changed = time.monotonic()
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was any sign yet."""
+        return self._stamp is not None
+
+    def silent_seconds(self) -> float:
+        """Time since the last change seen, or since the start."""
+        try:
+            stamp = self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            pass
+        else:
+            if stamp != self._stamp:
+                self._stamp, self._changed = stamp, time.monotonic()
+        return time.monotonic() - self._changed
 
 
 class RoleGroup:
@@ -120,15 +206,22 @@ class RoleGroup:
     def run(self) -> None:
         """Wait until every rank is done; raises ``RoleError`` if a role is lost before."""
         ranks = [process for (role, _), process in self._processes.items() if role == "nn_worker"]
+        beats = {key: _Beat(Path(self._job.rendezvous) / f"alive-{key[0]}-{key[1]}") for key in self._processes}
+        training = self._job.config.training
         while not all(process.poll() == 0 for process in ranks):
             if self._lost():
                 time.sleep(CAUSE_SECONDS)
                 raise self._explained(self._lost())
+            for (role, index), beat in beats.items():
+                allowed = training.request_timeout_seconds if beat.seen else training.start_timeout_seconds
+                if beat.silent_seconds() > allowed:
+                    raise RoleError(f"{role}-{index} shows no sign of life for {allowed:g} s (stopped? swapped out?); the run was stopped")
             time.sleep(POLL_SECONDS)
 
     def _start(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
         job = Path(self._job.rendezvous) / "job.json"
+        job.touch(mode=0o600)  # It holds the token.
         job.write_text(self._job.model_dump_json())
         for role in ROLES:
             for index in range(self._job.count(role)):
@@ -163,6 +256,8 @@ class RoleGroup:
             return RoleError(f"{role}-{index} was killed by {name}{hint}; the run was stopped. Its log: {log}")
         if failure.exists():
             return RoleError(f"{role}-{index}: {failure.read_text(encoding='utf-8')}")
+        if code in (0, 128 + signal.SIGTERM):
+            return RoleError(f"{role}-{index} was told to stop (SIGTERM) by somebody else; the run was stopped")
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["(nothing in its log)"]
         return RoleError(f"{role}-{index} ended with status {code}: {last[0]}; the run was stopped. Its log: {log}")
 
@@ -190,8 +285,13 @@ def _check(config: Config, manifest: Manifest) -> None:
                 f"the configuration declares {ours[0]} and {ours[1]}; preprocess again"
             ]
         )
-    if config.training.early_stopping and not manifest.rows("valid"):
+    stopping, valid = config.training.early_stopping, manifest.splits.get("valid")
+    if stopping and (valid is None or not valid.rows):
         raise ConfigError(["training.early_stopping: the valid split is empty; give split a valid share, or remove it"])
+    if stopping and valid and stopping.metric == "auc" and valid.positives in (0, valid.rows):
+        raise ConfigError(
+            [f"training.early_stopping.metric: auc is undefined, all {valid.rows:,} valid records are of one class; watch log_loss"]
+        )
 
 
 @contextmanager

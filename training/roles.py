@@ -1,7 +1,7 @@
 """What a process or pod of a role runs: ``run_role`` builds the role from the job description and serves until it is done or told to stop.
 
-Exit status 0: done, or asked to stop by SIGTERM. Status 1: a ``SatrapError``; its text is the last line on standard error and stands in
-``failure-<role>-<index>.txt`` of the rendezvous directory.
+Exit status 0: done, or told to stop by SIGTERM; an nn_worker told to stop is not done: 143. Status 1: a ``SatrapError``; its text is the
+last line on standard error and stands in ``failure-<role>-<index>.txt`` of the rendezvous directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from training.embedding.transport import Handler
 
 PR_SET_PDEATHSIG = 1
+HEARTBEAT_SECONDS = 1.0
 
 
 def run_role(name: str, *, index: int, job: Path) -> int:
@@ -35,12 +37,13 @@ def run_role(name: str, *, index: int, job: Path) -> int:
         description = Job.model_validate_json(job.read_bytes())
     except FileNotFoundError:
         raise RoleError(f"{job}: no such file; a role needs the job.json that `satrap train` wrote") from None
-    except ValueError as error:
-        raise RoleError(f"{job}: not a job description: {error}") from None
+    except ValueError:
+        raise RoleError(f"{job}: not a job description; a role needs the job.json that `satrap train` wrote") from None
     if not 0 <= index < description.count(role):
         raise RoleError(f"{role} has {description.count(role)} process(es) in this job; index {index} is not one of them")
     try:
-        _RUNNERS[role](description, index)
+        with _heartbeat(Path(description.rendezvous, f"alive-{role}-{index}")):
+            _RUNNERS[role](description, index)
     except SatrapError as error:
         Path(description.rendezvous, f"failure-{role}-{index}.txt").write_text(str(error), encoding="utf-8")
         sys.stderr.write(f"error: {error}\n")
@@ -53,36 +56,41 @@ def _run_parameter_server(job: Job, index: int) -> None:
     from training.embedding.slots import tables
 
     training = job.config.training
-    with ParameterServer.create(
-        tables(job.config),
-        num_servers=job.count("parameter_server"),
-        seed=training.seed,
-        wire_dtype=training.wire_dtype,
-        sync_ranks=training.roles.nn_worker if training.mode == "sync" else 0,
-        threads=training.server_threads,
-        timeout_seconds=training.request_timeout_seconds,
-    ) as server:
+    with (
+        job.timeline("parameter_server", index) as timeline,
+        ParameterServer.create(
+            tables(job.config),
+            num_servers=job.count("parameter_server"),
+            seed=training.seed,
+            wire_dtype=training.wire_dtype,
+            sync_ranks=training.roles.nn_worker if training.mode == "sync" else 0,
+            threads=training.server_threads,
+            timeout_seconds=training.request_timeout_seconds,
+            timeline=timeline,
+        ) as server,
+    ):
         _serve(job, "parameter_server", index, server.handle)
 
 
 def _run_embedding_worker(job: Job, index: int) -> None:
     from training.embedding.embedding_worker import EmbeddingWorker
     from training.embedding.slots import slots
-    from training.embedding.transport import SocketTransport
 
     training = job.config.training
     servers = _rendezvous(job).addresses("parameter_server", job.count("parameter_server"))
-    transport = SocketTransport(training.request_timeout_seconds)
-    with EmbeddingWorker(slots(job.config), transport, servers, wire_dtype=training.wire_dtype, sync=training.mode == "sync") as worker:
+    transport = job.transport()
+    sync = training.mode == "sync"
+    with (
+        job.timeline("embedding_worker", index) as timeline,
+        EmbeddingWorker(slots(job.config), transport, servers, wire_dtype=training.wire_dtype, sync=sync, timeline=timeline) as worker,
+    ):
         _serve(job, "embedding_worker", index, worker.handle)
 
 
 def _run_data_loader(job: Job, index: int) -> None:
-    from training.checkpoint import CheckpointManifest
     from training.data.data_loader import DataLoader, LoaderSettings
     from training.data.manifest import Manifest
     from training.data.shards import BatchPlan, ShardReader
-    from training.embedding.transport import SocketTransport
 
     training = job.config.training
     data_dir, ranks = Path(job.data_dir), training.roles.nn_worker
@@ -91,13 +99,13 @@ def _run_data_loader(job: Job, index: int) -> None:
         num_loaders=job.count("data_loader"),
         num_ranks=ranks,
         batch_size=training.batch_size,
-        first_step=CheckpointManifest.load(Path(job.resume), verify=False).step if job.resume else 0,
+        first_step=job.first_step,
         last_step=total_steps(job.config, Manifest.load(data_dir)),
         depth=training.staleness_bound + 2,
         timeout_seconds=training.request_timeout_seconds,
     )
     workers = _rendezvous(job).addresses("embedding_worker", job.count("embedding_worker"))
-    with ShardReader.open(data_dir, "train") as reader:
+    with ShardReader.open(data_dir, "train") as reader, job.timeline("data_loader", index) as timeline:
         plan = BatchPlan(
             reader.shard_starts,
             rows_per_step=training.batch_size * ranks,
@@ -105,7 +113,7 @@ def _run_data_loader(job: Job, index: int) -> None:
             shuffle=training.shuffle,
             window_shards=training.shuffle_window_shards,
         )
-        with DataLoader(reader, plan, SocketTransport(training.request_timeout_seconds), workers, settings=settings) as loader:
+        with DataLoader(reader, plan, job.transport(), workers, settings=settings, timeline=timeline) as loader:
             _serve(job, "data_loader", index, loader.handle)
 
 
@@ -130,13 +138,10 @@ def _rendezvous(job: Job) -> Rendezvous:
 
 def _serve(job: Job, role: RoleName, index: int, handler: Handler) -> None:
     """Answer requests until SIGTERM."""
-    from training.embedding.transport import SocketTransport
-
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
-    training, rendezvous = job.config.training, _rendezvous(job)
-    transport = SocketTransport(training.request_timeout_seconds)
-    with transport.serve(handler, rendezvous.listen_address(training.transport, role, index)) as server:
+    rendezvous = _rendezvous(job)
+    with job.transport().serve(handler, rendezvous.listen_address(job.config.training, role, index)) as server:
         rendezvous.announce(role, index, server.address)
         stop.wait()
 
@@ -145,11 +150,32 @@ def _stopping_raises() -> ExitStack:
     """While open, SIGTERM ends the main thread's work as an exception, so that files and sockets are closed."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(0)
+        raise SystemExit(128 + signal.SIGTERM)
 
     stack = ExitStack()
     stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, stop))
     return stack
+
+
+@contextmanager
+def _heartbeat(path: Path) -> Iterator[None]:
+    """Touch a file every second: a process that is stopped or starved stops doing so, and the launcher notices."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while True:
+            with suppress(OSError):  # The directory is gone: the run is over.
+                path.touch()
+            if ended.wait(HEARTBEAT_SECONDS):
+                return
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def die_with(parent: int) -> None:
@@ -168,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the launcher")
     given = parser.parse_args(arguments)
     die_with(given.parent)
-    # Ctrl-C goes to the whole foreground group; the launcher alone decides what it means.
+    # Only the launcher decides what Ctrl-C means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return run_role(given.role, index=given.index, job=given.job)
 

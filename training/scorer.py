@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from training.embedding.parameter_server import ParameterServer
 from training.embedding.slots import slots, tables
 from training.embedding.transport import Connection, InProcessTransport, Message
 from training.errors import CheckpointError
+from training.job import usable_cores
 
 # At half load two-choice buckets lose no row (measured for training/embedding/table.py).
 ROOM = 2
@@ -78,7 +78,7 @@ class Scorer:
 
 
 def _dense(config: Config, checkpoint: Path) -> DenseModel:
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(usable_cores())
     model = build_model(config)
     try:
         model.load_state_dict(torch.load(checkpoint / "dense.pt", weights_only=True)["model"])

@@ -4,8 +4,8 @@ import pytest
 
 from infra import local, processes
 from training.config_file import parse_config
+from training.embedding.parameter_server import ParameterServer
 from training.embedding.slots import tables
-from training.embedding.table import EmbeddingTable
 from training.errors import CapacityError
 from training.events import EventLog
 
@@ -32,22 +32,6 @@ def stages(run_dir, *ended):
             events.emit("stage", name=name, status=status)
 
 
-@pytest.mark.parametrize("dim", [1, 16, 64])
-@pytest.mark.parametrize("min_count", [1, 2])
-@pytest.mark.parametrize(
-    "optimizer",
-    [{"name": "sgd"}, {"name": "sgd", "momentum": 0.9}, {"name": "adagrad"}, {"name": "rowwise_adagrad"}, {"name": "adam"}],
-    ids=lambda optimizer: "-".join(map(str, optimizer.values())),
-)
-@pytest.mark.parametrize("row_dtype", ["float32", "float16", "bfloat16"])
-def test_the_bytes_of_a_row_bound_what_a_real_table_takes(optimizer, dim, min_count, row_dtype):
-    (spec,) = tables(config_of(dim=dim, optimizer=optimizer, min_count=min_count, row_dtype=row_dtype))
-    capacity = 20_000
-    with EmbeddingTable.create(spec, capacity_rows=capacity, seed=0) as table:
-        taken = table.memory_bytes / capacity
-    assert taken <= local.row_bytes(spec) <= 1.7 * taken
-
-
 def test_provision_measures_the_machine_and_has_nothing_to_do(tmp_path):
     found = local.provision(config_of(capacity_rows=1000), tmp_path, machine=MACHINE)
     assert found.message.startswith("local: nothing to provision (4 cores, 1.0 GiB free; 5 role processes")
@@ -57,6 +41,16 @@ def test_provision_measures_the_machine_and_has_nothing_to_do(tmp_path):
     assert set(stored["table_bytes"]) == {"dim16-adagrad"}
 
 
+def test_the_tables_of_all_parameter_servers_are_counted(tmp_path):
+    config = parse_config(
+        json.dumps({**config_of(dim=8, capacity_rows=50_000).to_dict(), "training": {"roles": {"parameter_server": 3}}}),
+    )
+    with ParameterServer.create(tables(config), num_servers=3, seed=0, wire_dtype="float32") as server:
+        taken = sum(table.memory_bytes for table in server.tables)
+    found = local.provision(config, tmp_path, machine=MACHINE)
+    assert sum(found.table_bytes.values()) == 3 * taken
+
+
 def test_this_machine_has_cores_and_memory():
     machine = local.measure()
     assert machine.cores >= 1
@@ -64,7 +58,7 @@ def test_this_machine_has_cores_and_memory():
 
 
 def test_tables_that_do_not_fit_are_refused_with_a_capacity_that_fits(tmp_path):
-    with pytest.raises(CapacityError, match=r"need 16\.8 GiB at 100,000,000 rows each, but .* only 0\.8 GiB .*capacity_rows to") as refused:
+    with pytest.raises(CapacityError, match=r"need 15\.3 GiB at 100,000,000 rows each, but .* only 0\.8 GiB .*capacity_rows to") as refused:
         local.provision(config_of(capacity_rows=100_000_000), tmp_path, machine=MACHINE)
     advised = int(str(refused.value).split("capacity_rows to ")[1].split(" or less")[0].replace(",", ""))
     local.provision(config_of(capacity_rows=advised), tmp_path, machine=MACHINE)
@@ -77,7 +71,7 @@ def test_tables_that_do_not_fit_are_refused_with_a_capacity_that_fits(tmp_path):
     [
         ([("train", "succeeded"), ("register", "succeeded")], False, "succeeded", None),
         ([("preprocess", "succeeded"), ("train", "failed")], False, "failed", "train"),
-        ([("preprocess", "succeeded"), ("train", "started")], False, "failed", None),
+        ([("preprocess", "succeeded"), ("train", "started"), ("release", "started")], False, "failed", "train"),
         ([("train", "failed")], True, "interrupted", "train"),
         ([], False, "failed", None),
     ],

@@ -1,6 +1,8 @@
 import json
 import os
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +88,7 @@ def test_help_of_every_command_imports_nothing_heavy():
             1,
             "nowhere: no manifest.json, so not a finished data directory; run `satrap preprocess`",
         ),
-        (["role", "waiter", "--index", "0", "--job", "job.json"], 1, "'waiter' is no role; roles are parameter_server"),
+        (["role", "waiter", "--index", "0", "--job", "job.json"], 2, "'waiter' is not one of 'parameter_server'"),
         (["role", "parameter_server", "--index", "0", "--job", "job.json"], 1, "job.json: no such file"),
         (["preprocess", "satrap.yaml"], 1, "a.csv"),
     ],
@@ -94,6 +96,55 @@ def test_help_of_every_command_imports_nothing_heavy():
 def test_a_users_mistake_is_told_in_words_with_its_exit_status(satrap, arguments, status, told):
     result = satrap(*arguments)
     assert (result.returncode, told in result.stderr) == (status, True), result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["compile", "-o", "/dev/full"], "/dev/full"),
+        (["synth", "clicks", "--rows", "5000"], "clicks"),
+        (["preprocess", "clicks.yaml", "-o", "out"], ""),
+        (["run", "clicks.yaml", "--set", "output.root=out"], "out"),
+    ],
+)
+def test_a_full_disk_is_told_in_one_line(satrap, clicks_yaml, tmp_path, arguments, place):
+    # No file may grow beyond a page, which to a program is what a full disk is.
+    shutil.copy(clicks_yaml, tmp_path / "clicks.yaml")
+    shutil.copy(clicks_yaml.parent / "clicks.csv", tmp_path)
+    limited = None if "/dev/full" in arguments else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    result = satrap(*arguments, preexec_fn=limited)
+    assert result.returncode == 1, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert "File too large" in line or "No space left" in line
+    assert place in line
+    assert "choose another place (output.root, -o)" in line
+    assert result.stderr.splitlines()[-1] == line
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["synth", "file/out", "--rows", "200"],
+        ["compile", "-o", "file/out/p.yaml"],
+        ["preprocess", "clicks.yaml", "-o", "file/out"],
+        ["run", "clicks.yaml", "--set", "output.root=file/out"],
+        ["run", "clicks.yaml", "--set", "output.root=/proc/out"],
+        ["validate", "clicks.yaml", "data", "-o", "file/out"],
+    ],
+    ids=" ".join,
+)
+def test_an_output_that_cannot_be_made_is_told_in_one_line(satrap, clicks_yaml, clicks_data, tmp_path, arguments):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "data").symlink_to(clicks_data)
+    shutil.copy(clicks_yaml, tmp_path / "clicks.yaml")
+    shutil.copy(clicks_yaml.parent / "clicks.csv", tmp_path)
+    result = satrap(*arguments)
+    assert result.returncode == 1, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert "out" in line
+    assert "choose another place (output.root, -o)" in line or "name another output directory" in line
     assert "Traceback" not in result.stdout + result.stderr
 
 

@@ -35,11 +35,26 @@ def plain(*events):
             {"name": "train", "status": "failed", "seconds": 3, "message": "interrupted", "error": "KeyboardInterrupt"},
             "train      stopped     3.0 s  interrupted",
         ),
-        ({"name": "validate", "status": "failed", "seconds": 1, "message": "a\nb"}, "validate   FAILED      1.0 s  a\n" + " " * 30 + "b"),
+        (
+            {"name": "validate", "status": "succeeded", "seconds": 1, "message": "a\nb"},
+            "validate   done        1.0 s  a\n" + " " * 30 + "b",
+        ),
+        ({"name": "validate", "status": "failed", "seconds": 1, "message": "told by the command's error"}, "validate   FAILED      1.0 s"),
     ],
 )
 def test_a_finished_stage_is_one_line_with_status_seconds_and_message(event, line):
     assert stage_line(event) == line
+
+
+def test_on_a_narrow_terminal_a_message_goes_on_below_itself_and_no_word_is_lost():
+    message = "363 steps  valid auc 0.9199  valid log_loss 0.2898  valid normalized_entropy 0.5581  valid calibration 1.0123"
+    event = {"name": "train", "status": "succeeded", "seconds": 12.3, "message": message}
+    lines = stage_line(event, width=78).splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 78
+    assert all(line.startswith(" " * 30) for line in lines[1:])
+    assert " ".join(line[30:] for line in lines).split() == message.split()
+    assert stage_line(event).count("\n") == 0, "a log has one line per stage"
 
 
 def test_training_progress_says_speed_loss_and_staleness():

@@ -1,9 +1,13 @@
+import errno
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,10 @@ import yaml
 from kfp import compiler, dsl
 
 from infra import processes
-from pipelines.runs import list_runs
+from pipelines import run_local
+from pipelines.progress import PlainView
+from pipelines.runs import RunRecord, list_runs
+from training.config_file import load_config
 from training.events import read_events
 
 WAIT_SECONDS = 60.0
@@ -47,6 +54,35 @@ def hang(run_dir: str, stubborn: bool):
         child.stdout.readline()
         run.events.emit("note", stage="train", message=f"child {child.pid}")
         child.wait()
+
+
+@dsl.component(base_image="python", install_kfp_package=False)
+def hold(run_dir: str):
+    """A stage that ends its child on the way out, as training does with its roles."""
+    import subprocess
+    import sys
+
+    from training.stage import stage
+
+    with stage("train", run_dir) as run:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        try:
+            run.events.emit("note", stage="train", message=f"child {child.pid}")
+            child.wait()
+        finally:
+            child.kill()
+            child.wait()
+
+
+@dsl.component(base_image="python", install_kfp_package=False)
+def be_killed(run_dir: str):
+    import os
+    import signal
+
+    from training.stage import stage
+
+    with stage("train", run_dir):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dsl.component(base_image="python", install_kfp_package=False)
@@ -164,6 +200,68 @@ def test_a_killed_run_takes_its_processes_with_it_and_reads_as_interrupted(folde
     ((record, _),) = list_runs(folder / "out")
     assert record.status == "interrupted"
     assert json.loads((run_dir / "release.json").read_text())["outcome"] == "interrupted"
+    # The file itself says so, too, for whoever reads it without us.
+    stored = json.loads((run_dir / "run.json").read_text())
+    assert (stored["status"], stored["stages"]["train"]["status"]) == ("interrupted", "interrupted")
+    assert "was killed" in stored["error"]
+
+
+def test_a_stage_ends_even_if_all_that_watch_over_it_are_killed(folder, start):
+    process = start(pipeline_of(folder / "p.yaml", hold))
+    run_dir, child = child_of_the_only_run(folder)
+    scratch = temporary_directory_of(child)
+    runner = next(pid for pid in processes.marked(run_dir) if b"pipelines.local_runner" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(process.pid, signal.SIGSTOP)  # So that it cannot clear up between the two.
+    os.kill(runner, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    wait_for(lambda: processes.marked(run_dir) == [])
+    assert processes.started(child) is None
+    ((record, _),) = list_runs(folder / "out")
+    assert record.status == "interrupted"
+    shutil.rmtree(scratch)  # Nobody was left to do it.
+
+
+def test_a_stage_that_was_killed_has_failed_and_is_named(folder, start):
+    process = start(pipeline_of(folder / "p.yaml", be_killed))
+    _, errors = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 1
+    ((record, run_dir),) = list_runs(folder / "out")
+    assert (record.status, record.failed_stage, record.stages["train"].status) == ("failed", "train", "failed")
+    assert "error: train: its process was killed (out of memory? see the kernel log)" in errors
+    assert json.loads((run_dir / "release.json").read_text())["failed_stage"] == "train"
+
+
+def test_a_runner_that_was_killed_is_a_failed_run_that_says_so(folder, start):
+    process = start(pipeline_of(folder / "p.yaml", hold))
+    run_dir, _ = child_of_the_only_run(folder)
+    runner = next(pid for pid in processes.marked(run_dir) if b"pipelines.local_runner" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(runner, signal.SIGKILL)
+    _, errors = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 1
+    assert "the process that executes the pipeline was killed by SIGKILL" in errors
+    assert processes.marked(run_dir) == []
+
+
+def test_a_record_that_cannot_be_written_fails_the_run_in_one_line(folder, monkeypatch):
+    def full(self, run_dir):
+        raise OSError(errno.ENOSPC, "No space left on device", str(run_dir / "run.json"))
+
+    @contextmanager
+    def runner_of_nothing(run_dir, stop):
+        (run_dir / "release.json").write_text("{}")
+        monkeypatch.setattr(RunRecord, "save", full)
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            yield process
+
+    monkeypatch.setattr(run_local, "_runner", runner_of_nothing)
+    monkeypatch.chdir(folder)
+    record, run_dir = run_local.run_local(load_config(folder / "satrap.yaml"), PlainView(io.StringIO()))
+    assert record.status == "failed"
+    assert record.error == (
+        f"the record of the run could not be written: {run_dir / 'run.json'}: No space left on device; "
+        "free space there, or choose another place (output.root, -o)"
+    )
 
 
 def test_a_pipeline_that_dies_outside_any_stage_is_a_failed_run_that_names_its_log(folder, start):
@@ -175,7 +273,9 @@ def test_a_pipeline_that_dies_outside_any_stage_is_a_failed_run_that_names_its_l
     assert "outside any stage" in errors
     assert "\x1b" not in record.error
     assert str(run_dir / "logs" / "pipeline.log") in record.error
-    assert "last words" in (run_dir / "logs" / "pipeline.log").read_text()
+    log = (run_dir / "logs" / "pipeline.log").read_text()
+    assert "last words" in log
+    assert "\x1b" not in log
 
 
 def test_a_step_gets_the_configuration_unchanged_and_this_interpreter(folder, start):

@@ -1,7 +1,9 @@
 """The trainer's rules, held to a plain single-process PyTorch program: nn parameters, torch.optim, nothing of ours but the network."""
 
 import dataclasses
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from training.dense.models import build_model, build_optimizer
 from training.embedding.messages import Kind
 from training.embedding.slots import slots, tables
 from training.embedding.table import EmbeddingTable
+from training.errors import TrainingError
 from training.events import read_events
 from training.in_process import in_process_trainer
 from training.scorer import Scorer
@@ -126,6 +129,13 @@ def test_one_rank_in_mode_sync_is_plain_pytorch(configured, clicks_data, tmp_pat
         np.testing.assert_allclose(scorer.score(some), expected, rtol=1e-3, atol=2e-5)
 
 
+@pytest.fixture
+def short():
+    """A directory whose path leaves room for a socket's name: 107 bytes in all."""
+    with tempfile.TemporaryDirectory(prefix="satrap-") as folder:
+        yield Path(folder)
+
+
 class SlowServer:
     """A parameter server whose updates wait for a look-up of another batch, so that staleness must build up to its bound."""
 
@@ -157,17 +167,32 @@ class SlowServer:
 @pytest.mark.parametrize(
     ("mode", "max_staleness", "bound"), [("sync", 4, 0), ("hybrid", 0, 0), ("hybrid", 1, 1), ("hybrid", 3, 3), ("async", 2, 2)]
 )
-def test_staleness_reaches_its_bound_and_never_exceeds_it(configured, clicks_data, tmp_path, events, mode, max_staleness, bound):
+@pytest.mark.parametrize("sockets", [False, True], ids=["calls", "shared memory"])
+def test_staleness_reaches_its_bound_and_never_exceeds_it(configured, clicks_data, short, events, mode, max_staleness, bound, sockets):
     """Counted by the parameter server itself: batches looked up there and not yet updated there."""
     config = configured(
         f"training.mode={mode}", f"training.max_staleness={max_staleness}", "training.max_steps=24", "training.evaluate_every_steps=12",
         "training.roles.parameter_server=1", "training.roles.embedding_worker=2", "training.roles.data_loader=2",
     )  # fmt: skip
     observed = []
-    _, rank = trained(config, clicks_data, tmp_path, events, wrap=lambda s: observed.append(SlowServer(s, bound)) or observed[-1])
+    over = short if sockets else None
+    _, rank = trained(
+        config, clicks_data, short / "out", events, sockets=over, wrap=lambda s: observed.append(SlowServer(s, bound)) or observed[-1]
+    )
     assert observed[0].largest == bound
     assert observed[0].looked_up == observed[0].applied == 24
     assert rank.progress.step == 24
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_shared_memory_changes_no_bit(configured, clicks_data, short, events, dtype):
+    config = configured(f"training.wire_dtype={dtype}", "training.max_steps=15", "training.roles.embedding_worker=2", "embedding.dim=8")
+    files = []
+    for sockets in (None, short):
+        checkpoint, _ = trained(config, clicks_data, short / str(sockets is None), events, sockets=sockets)
+        manifest = CheckpointManifest.load(checkpoint)
+        files.append({name: digest for name, digest in manifest.files.items() if name.startswith("embedding")})
+    assert files[0] == files[1]
 
 
 def test_a_step_with_nan_is_skipped_by_both_halves_and_counted(configured, clicks_data, tmp_path, events):
@@ -213,12 +238,21 @@ def rank_tables(rank):
 
 
 def test_a_run_of_nothing_but_nan_fails_and_says_why(configured, clicks_data, tmp_path, events):
-    from training.errors import TrainingError
-
-    config = configured("training.epochs=20", "training.dense_optimizer={name: sgd, learning_rate: 1.0e30}")
+    config = configured(
+        "training.epochs=20", "training.evaluate_every_steps=1000", "training.dense_optimizer={name: sgd, learning_rate: 1.0e30}"
+    )
     with (
         pytest.raises(TrainingError, match=r"100 steps in a row.*learning_rate"),
         in_process_trainer(config, clicks_data, tmp_path, events=events) as rank,
+    ):
+        rank.run()
+
+
+def test_a_run_whose_model_diverged_fails_at_its_next_evaluation(configured, clicks_data, tmp_path, events):
+    config = configured("training.dense_optimizer={name: sgd, learning_rate: 1.0e30}")
+    with (
+        in_process_trainer(config, clicks_data, tmp_path, events=events) as rank,
+        pytest.raises(TrainingError, match=r"has diverged: at step 14 it scores \d+ of \d+ valid records as NaN or infinite"),
     ):
         rank.run()
 

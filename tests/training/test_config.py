@@ -47,6 +47,11 @@ def problems(path, *overrides):
         ("training.roles.parameter_server=0", ["training.roles.parameter_server: got 0"]),
         ("data.format=xml", ["data.format: 'xml' is not one of 'csv', 'tsv', 'jsonl' or 'parquet'"]),
         ("data={paths: [a], format: tsv, delimiter: ;}", ["delimiter: only meaningful with format csv, not tsv"]),
+        (
+            "schema.time={column: t, format: iso}",
+            ["schema.time.format: 'iso' is not one of epoch_seconds, epoch_milliseconds, iso8601, nor a"],
+        ),
+        ("data.paths=a.csv", ["data.paths: got 'a.csv', expected a list: write [a.csv]"]),
         ("data.header=false", ["columns: required when header is false"]),
         ("data.paths=[]", ["data.paths: got []"]),
         ("data.max_dead_fraction=1.5", ["data.max_dead_fraction: got 1.5, input should be less than or equal to 1"]),
@@ -54,6 +59,32 @@ def problems(path, *overrides):
         ("schema.categorical.0.name=d", ["feature names must differ, got ['d'] twice"]),
         ("schema.categorical.0.pooling=mean", ["pooling: only meaningful for a multi-valued slot"]),
         ("schema.dense.0.transforms=[log]", ["schema.dense.0.transforms.0: 'log' is not one of 'log1p' or 'standardise'"]),
+        ("schema.dense.0.transforms=[log1p, log1p]", ["schema.dense.0.transforms: ['log1p', 'log1p'] repeats a transform"]),
+        ("schema.dense.0.fill=1e39", ["schema.dense.0.fill: 1e+39 is not finite as float32"]),
+        ("schema.dense.0.fill=.nan", ["schema.dense.0.fill: nan is not finite as float32"]),
+        ("schema.categorical.0.max_ids=5", ["schema.categorical.0.max_ids: 5 only means something for a multi-valued slot; add separator"]),
+        (
+            "data={paths: [a], format: jsonl, header: false}",
+            ["data.header: False has no effect on jsonl files, only on csv, tsv"],
+        ),
+        ("data={paths: [a], format: jsonl, quoting: false}", ["data.quoting: False has no effect on jsonl files"]),
+        ("data={paths: [a], format: parquet, header: false}", ["data.header: False has no effect on parquet files"]),
+        ("data={paths: [a], format: parquet, quoting: false}", ["data.quoting: False has no effect on parquet files"]),
+        (
+            "data={paths: [a], format: parquet, encoding: latin-1}",
+            ["data.encoding: 'latin-1' has no effect on parquet files, only on csv, tsv, jsonl; remove it"],
+        ),
+        ("data={paths: [a], format: parquet, chunk_bytes: 4096}", ["data.chunk_bytes: 4096 has no effect on parquet files"]),
+        ("split={by: time, salt: x}", ["split.salt: 'x' has no effect when by is time; use by: hash"]),
+        ("split={by: column, column: c, salt: x}", ["split.salt: 'x' has no effect when by is column; use by: hash, or by: column with"]),
+        ("training.averaging_period=8", ["training.averaging_period: 8 has no effect in mode hybrid; remove it or set mode: async"]),
+        ("training.shuffle_window_shards=8", ["training.shuffle_window_shards: 8 has no effect without shuffle; remove it or set shuffle"]),
+        (
+            "embedding.initializer={kind: zeros, scale: 1.0}",
+            ["embedding.initializer.scale: 1 has no effect with kind zeros; remove it"],
+        ),
+        ("embedding.slots={a: {dim: 1025}}", ["embedding.slots.a.dim: got 1025, input should be less than or equal to 1024"]),
+        ("evaluation.min_slice_rows=7", ["evaluation.min_slice_rows: 7 has no effect without slices; remove it or name slots"]),
         ("split.by=time", ["split.by: time needs schema.time"]),
         ("split.by=column", ["column: required when by is column"]),
         ("split.fractions={train: 0.5, valid: 0.1, test: 0.1}", ["train + valid + test must be 1, got 0.7"]),
@@ -150,6 +181,26 @@ def test_the_tree_cannot_be_changed(write):
         config.name = "other"
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.mode=async", "training.averaging_period=8"],
+        ["training.shuffle=true", "training.shuffle_window_shards=8"],
+        ["training.averaging_period=16", "training.shuffle_window_shards=4", "evaluation.min_slice_rows=50"],
+        ["evaluation.slices=[a]", "evaluation.min_slice_rows=7"],
+        ["schema.categorical.1.max_ids=5"],
+        ["split={by: column, column: c, valid_fraction: 0.1, salt: x}"],
+        ["split={by: hash, salt: x}"],
+        ["data={paths: [a], format: jsonl, encoding: latin-1, chunk_bytes: 4096}"],
+        ["embedding.slots={a: {dim: 1024}}"],
+        ["embedding.initializer={kind: zeros}"],
+    ],
+)
+def test_settings_that_have_an_effect_or_are_the_default_are_accepted_and_read_back(write, overrides):
+    config = load_config(write(GOOD), overrides)
+    assert parse_config(config.to_json()) == config
+
+
 def test_mode_sync_means_staleness_zero(write):
     assert load_config(write(GOOD), ["training.mode=sync", "training.max_staleness=8"]).training.staleness_bound == 0
     assert load_config(write(GOOD), ["training.max_staleness=8"]).training.staleness_bound == 8
@@ -170,3 +221,7 @@ def test_every_value_is_documented():
     for path, field in fields(Config):
         is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         assert field.description or is_section, path
+
+
+def test_the_resolved_configuration_shows_the_shares_in_force(write):
+    assert load_config(write(GOOD)).to_dict()["split"]["fractions"] == {"train": 0.8, "valid": 0.1, "test": 0.1}

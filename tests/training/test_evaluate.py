@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -81,6 +82,7 @@ def make_checkpoint(folder, *, slope=1.0, offset=0.0, step=120, feature_digest="
         format_version=1,
         name="clicks",
         step=step,
+        best_step=None,
         steps_per_epoch=10,
         config_digest=f"{slope} {offset}",
         feature_digest=feature_digest,
@@ -274,6 +276,9 @@ def test_one_class_gives_reasons_instead_of_numbers(run, tmp_path, positives, re
     assert result.record.candidate.metrics["auc"] is None
     assert result.record.candidate.undefined["auc"] == reason
     assert "auc" not in result.metrics
+    assert result.shown["auc"] == f"undefined: {reason}"
+    assert f"test auc undefined: {reason}" in result.summary
+    assert f"test log_loss {result.metrics['log_loss']:.4f}" in result.summary
     assert reason in result.report.read_text()
     assert EvaluationRecord.load(result.evaluation) == result.record
 
@@ -283,6 +288,8 @@ def test_a_diverged_model_is_recorded_as_such(run):
     assert set(result.record.candidate.metrics.values()) == {None}
     assert "1000 of 1000 logits are not finite" in result.record.candidate.undefined["auc"]
     assert result.metrics == {}
+    assert all("logits are not finite" in text for text in result.shown.values())
+    assert list(result.shown) == list(settings().evaluation.metrics)
 
 
 def test_progress_counts_the_records_of_both_models_and_metrics_are_announced(run, tmp_path):
@@ -312,7 +319,7 @@ def test_texts_from_the_data_cannot_become_markup(run):
 
 
 def test_a_trained_model_is_evaluated_twice_alike_without_changing_it(configured, clicks_data, tmp_path, events):
-    config = configured("training.max_steps=13", "evaluation.min_slice_rows=20")
+    config = configured("training.max_steps=13")
     with in_process_trainer(config, clicks_data, tmp_path / "train", events=events) as rank:
         rank.run()
     checkpoint = newest_checkpoint(tmp_path / "train")
@@ -338,3 +345,17 @@ def test_a_missing_or_damaged_record_is_named(tmp_path, text):
 def test_the_record_needs_no_torch():
     code = "import sys, training.evaluation_record; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_full_disk_under_tensorboard_is_raised_once_and_not_printed(run, monkeypatch, capsys):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    before = threading.excepthook
+    with pytest.raises(OSError, match="No space left"):
+        run()
+    assert threading.excepthook is before
+    assert "Traceback" not in capsys.readouterr().err

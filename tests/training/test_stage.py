@@ -1,8 +1,12 @@
 import os
 import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 
+from training import stage as module
 from training.errors import DataError
 from training.events import read_events
 from training.stage import stage
@@ -72,3 +76,70 @@ def test_a_stage_is_reused_if_it_leaves_its_result_as_it_was(tmp_path, there_bef
             (tmp_path / "new").write_text("same")
             (tmp_path / "new").replace(result)
     assert without_times(tmp_path)[-1]["status"] == ("reused" if reused else "succeeded")
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """A process that stands for the one that runs the pipeline."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        monkeypatch.setenv(module.RUNNER, str(process.pid))
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+        yield process
+        process.kill()
+
+
+def test_a_stage_whose_runner_is_killed_is_interrupted(tmp_path, runner):
+    cleaned = []
+
+    def work():
+        with stage("train", tmp_path):
+            try:
+                runner.kill()  # Not reaped: a zombie is no runner either.
+                threading.Event().wait(60)
+            finally:
+                cleaned.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert cleaned == [True]
+    assert without_times(tmp_path)[-1]["message"] == "interrupted"
+
+
+def test_a_stage_ends_undisturbed_while_its_runner_lives_and_leaves_no_thread(tmp_path, runner):
+    before = threading.active_count()
+    with stage("train", tmp_path):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+    assert without_times(tmp_path)[-1]["status"] == "succeeded"
+
+
+def test_a_stage_that_does_not_end_without_its_runner_is_killed(tmp_path, runner):
+    code = """
+import signal, sys, time
+from training import stage
+stage.LOOK_SECONDS = stage.GRACE_SECONDS = 0.05
+with stage.stage("train", sys.argv[1]):
+    print("up", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "up\n"
+        runner.kill()
+        assert process.wait(timeout=60) == -signal.SIGKILL
+
+
+def test_what_a_stage_died_of_is_passed_on_though_it_cannot_be_recorded(tmp_path, monkeypatch):
+    def work():
+        with stage("train", tmp_path) as current:
+            monkeypatch.setattr(current.events, "emit", full)
+            raise DataError("too few rows: 3")
+
+    def full(*args, **fields):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(DataError, match="too few rows"):
+        work()

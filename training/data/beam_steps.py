@@ -114,6 +114,9 @@ class FindCutPoints(_Step):
 
     def process(self, _: None, times: list[tuple[Any, Any]]) -> Iterator[list[int]]:
         """Runs once."""
+        yield from self.guarded(self._find(times))
+
+    def _find(self, times: list[tuple[Any, Any]]) -> Iterator[list[int]]:
         empty = np.empty(0, np.int64)
         distinct, inverse = np.unique(np.concatenate([empty, *(part[0] for part in times)]), return_inverse=True)
         counts = np.zeros(len(distinct), np.int64)
@@ -138,6 +141,9 @@ class FitTransforms(_Step):
 
     def process(self, _: None, analyses: list[Analysis], cut_points: list[int] | None) -> Iterator[Fitted]:
         """Runs once."""
+        yield from self.guarded(self._fit(analyses, cut_points))
+
+    def _fit(self, analyses: list[Analysis], cut_points: list[int] | None) -> Iterator[Fitted]:
         yield fit(analyses, self.config, cut_points)
 
 
@@ -149,7 +155,7 @@ class TransformChunk(_Step):
         yield from self.guarded(self._transform(chunk, fitted))
 
     def _transform(self, chunk: Chunk, fitted: Fitted) -> Iterator[PieceReport]:
-        parser = RecordParser(self.config, fitted.cut_points)
+        parser = RecordParser(self.config, fitted.cut_points, overflows=fitted.overflows)
         for key, records, letters, present in self.pieces(chunk, parser):
             yield transform_piece(records, letters, key, config=self.config, fitted=fitted, present=present, folder=self.job.folder)
 
@@ -183,13 +189,17 @@ class WriteOutput(_Step):
 class WriteManifest(_Step):
     """Writes the manifest, last of all."""
 
-    def process(self, _: None, fitted: Fitted, reports: list[PieceReport], results: list[ShardEntry | SlotResult]) -> None:
-        """Runs once."""
+    def process(self, _: None, fitted: Fitted, reports: list[PieceReport], results: list[ShardEntry | SlotResult]) -> Iterator[None]:
+        """Runs once; nothing comes after it."""
+        yield from self.guarded(self._write(fitted, reports, results))
+
+    def _write(self, fitted: Fitted, reports: list[PieceReport], results: list[ShardEntry | SlotResult]) -> Iterator[None]:
         manifest = build_manifest(self.config, fitted, _ordered(reports), results, sources=list(self.job.sources), key=self.job.key)
         path = self.job.folder.root / "manifest.json"
         partial = path.with_suffix(".partial")
         partial.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
+        yield from ()
 
 
 def build_pipeline(pipeline: beam.Pipeline, job: Job, files: list[SourceFile], config: Config) -> None:

@@ -19,6 +19,7 @@ from training.embedding.embedding_worker import Ids
 from training.embedding.messages import Kind
 from training.embedding.transport import Message, Transport
 from training.errors import RoleError, SatrapError, SourceError, TransportError
+from training.profile import Timeline
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,16 @@ class DataLoader:
     """Handles the messages of one loader. A context manager: its threads run while it is open."""
 
     def __init__(
-        self, reader: ShardReader, plan: BatchPlan, transport: Transport, worker_addresses: Sequence[str], *, settings: LoaderSettings
+        self,
+        reader: ShardReader,
+        plan: BatchPlan,
+        transport: Transport,
+        worker_addresses: Sequence[str],
+        *,
+        settings: LoaderSettings,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline or Timeline("data_loader")
         self._reader = reader
         self._plan = plan
         self._transport = transport
@@ -74,7 +83,8 @@ class DataLoader:
         if step >= self._settings.last_step:
             return Message(Kind.END_OF_DATA)
         try:
-            batch = self._queues[rank].get(timeout=self._settings.timeout_seconds)
+            # Sooner than the rank gives up on this answer, so that the reason below reaches it.
+            batch = self._queues[rank].get(timeout=0.8 * self._settings.timeout_seconds)
         except queue.Empty:
             raise RoleError(
                 f"no batch for step {step} within {self._settings.timeout_seconds:g} s: the embedding_worker or the disk hangs"
@@ -91,20 +101,22 @@ class DataLoader:
         try:
             first = own.first_step + (own.index - own.first_step) % own.num_loaders
             for step in range(first, own.last_step, own.num_loaders):
-                worker = step % len(self._worker_addresses)
+                ref = step * own.num_ranks + rank
+                worker = ref % len(self._worker_addresses)
                 if worker not in connections:
                     connections[worker] = self._transport.connect(self._worker_addresses[worker], peer=f"embedding_worker-{worker}")
-                batch, global_rows = self._read(step, rank)
-                ref = step * own.num_ranks + rank
+                with self._timeline.span("read", step):
+                    batch, global_rows = self._read(step, rank)
                 ids = Ids(batch.signs, [(bag.offsets, bag.values) for bag in batch.bags])
-                connections[worker].request(Message(Kind.PUT_IDS, {"ref": ref, "rank": rank, "step": step}, ids.packed()))
+                with self._timeline.span("put_ids", step):
+                    connections[worker].request(Message(Kind.PUT_IDS, {"ref": ref, "rank": rank, "step": step}, ids.packed()))
                 meta = {"ref": ref, "worker": worker, "step": step, "rows": len(batch), "global_rows": global_rows}
                 if not self._hand_over(rank, Message(Kind.BATCH, meta, [batch.dense, batch.label])):
                     return
         except SatrapError as error:
             self._hand_over(rank, error)
-        except OSError as error:
-            self._hand_over(rank, SourceError(f"a shard cannot be read: {error}; run `satrap preprocess` again"))
+        except Exception as error:  # noqa: BLE001 - handed to the rank, which would wait for ever
+            self._hand_over(rank, SourceError(f"a shard cannot be read: {type(error).__name__}: {error}; run `satrap preprocess` again"))
         finally:
             for connection in connections.values():
                 connection.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -29,8 +30,9 @@ from training.config import Config
 from training.data.manifest import FORMAT_VERSION, Manifest, SourceEntry
 from training.data.pieces import WorkFolder
 from training.data.raw import Wanted
+from training.data.shards import check_shard
 from training.data.sources import SourceFile, digest_files, find_files, open_sources
-from training.data.transforms import check_transforms, needs_analysis
+from training.data.transforms import needs_analysis
 from training.errors import DataError, SatrapError
 from training.events import EventLog
 
@@ -51,24 +53,31 @@ def preprocess(
 ) -> Manifest:
     """Make the data directory ``output_dir`` and return its manifest.
 
-    ``reuse``: return the manifest that is there if it was made from the same sources and configuration; else it is replaced.
+    ``reuse``: return the manifest that is there if it was made from the same sources and configuration; else it is replaced. Runs that
+    make the same directory at once take turns.
     ``num_workers``: processes; more than one pays above about 1 GB of input. ``runner``: a Beam runner. Raises ``SourceError``,
     ``DeadLetterError`` (the dead letters then lie in ``<output_dir>.dead``), ``DataError``, ``ConfigError``.
     """
-    check_transforms(config)
     output_dir = output_dir.absolute()
-    files = find_files(config.data.paths)
-    sources = digest_files(files)
+    sources = digest_files(find_files(config.data.paths))
     key = _key(config, sources)
     if reuse and (manifest := _reusable(output_dir, key, config)):
         return manifest
+    with _OutputLock(output_dir, events):
+        # Another run may have made what we want while this one waited.
+        if reuse and (manifest := _reusable(output_dir, key, config)):
+            return manifest
+        return _make(config, output_dir, sources, key=key, events=events, runner=(runner, num_workers))
+
+
+def _make(config: Config, output_dir: Path, sources: list[SourceEntry], *, key: str, events: EventLog, runner: tuple[str, int]) -> Manifest:
+    """Build and put in place; the caller holds the output's lock."""
     _check_output(output_dir)
-    wanted = Wanted.by(config)
-    opened = open_sources(files, config.data, wanted)
+    opened = open_sources([Path(source.path) for source in sources], config.data, Wanted.by(config))
     dead_dir = output_dir.with_name(output_dir.name + ".dead")
     with _BuildFolder(output_dir) as folder, _Progress(folder, opened, config, events):
         try:
-            _run(config, folder, opened, sources, key=key, dead_dir=dead_dir, runner=(runner, num_workers))
+            _run(config, folder, opened, sources, key=key, dead_dir=dead_dir, runner=runner)
         except errors.DeadLetterError:
             _remove_dead_letters(dead_dir)
             _replace(folder.root / "dead", dead_dir)
@@ -97,17 +106,20 @@ def _key(config: Config, sources: list[SourceEntry]) -> str:
 
 
 def _reusable(output_dir: Path, key: str, config: Config) -> Manifest | None:
-    """The manifest there, if it has this key, its shards are in place and its malformed records are not too many."""
+    """The manifest there, if it has this key, its shards have their content and its malformed records are not too many."""
     if not (output_dir / "manifest.json").exists():
         return None
     try:
         manifest = Manifest.load(output_dir)
+        if manifest.data_key != key:
+            return None
+        for shard in manifest.shards:
+            check_shard(output_dir, shard)
     except errors.ManifestError:
         return None
-    whole = all((output_dir / s.file).is_file() and (output_dir / s.file).stat().st_size == s.bytes for s in manifest.shards)
     dead, good = sum(manifest.dead.values()), sum(statistics.rows for statistics in manifest.splits.values())
     tolerable = dead <= config.data.max_dead_fraction * (dead + good)
-    return manifest if manifest.data_key == key and whole and tolerable else None
+    return manifest if tolerable else None
 
 
 def _check_output(output_dir: Path) -> None:
@@ -118,52 +130,81 @@ def _check_output(output_dir: Path) -> None:
         raise DataError(f"{output_dir}: exists, is not empty and holds no manifest.json; remove it or name another directory")
 
 
+class _OutputLock:
+    """Lets one run at a time make ``output_dir``, among all threads and processes that see its folder; the others wait.
+
+    The lock is of a file beside the output. Whoever gets it checks that the file is still the one of that name, so the holder can
+    remove it at the end; the lock of a killed process ends with it.
+    """
+
+    def __init__(self, output_dir: Path, events: EventLog) -> None:
+        self._path = output_dir.with_name(f".{output_dir.name}.lock")
+        self._events = events
+        self._file = -1
+        self._told = False
+
+    def __enter__(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            while not self._acquired():
+                pass
+        except OSError as error:
+            told = f"{self._path.parent}: cannot be written: {error.strerror or error}; name another output directory"
+            raise DataError(told) from None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def _acquired(self) -> bool:
+        """Wait for the lock; False if what was locked is no longer the file of that name."""
+        file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            self._wait(file)
+            if os.path.samestat(os.fstat(file), self._path.stat()):
+                self._file = file
+                return True
+        except FileNotFoundError:
+            return False
+        finally:
+            if self._file != file:
+                os.close(file)
+        return False
+
+    def _wait(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not self._told:
+                self._events.emit("note", stage="preprocess", message=f"waiting for another run that makes {self._path.name[1:-5]}")
+                self._told = True
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
 class _BuildFolder:
-    """A hidden folder beside the output, gone at the end; folders that killed processes left are removed first."""
+    """A hidden folder beside the output, gone at the end. Folders that killed processes left are removed first.
+
+    Whoever holds the output's lock is the only one who builds.
+    """
 
     def __init__(self, output_dir: Path) -> None:
-        self._parent = output_dir.parent.absolute()
+        self._parent = output_dir.parent
         self._prefix = f".{output_dir.name}.building-"
-        self._lock: int | None = None
 
     def __enter__(self) -> WorkFolder:
         try:
-            self._parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            for left in self._parent.glob(f"{glob.escape(self._prefix)}*"):
+                shutil.rmtree(left, ignore_errors=True)
             self._root = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._parent))
         except OSError as error:
             raise DataError(f"{self._parent}: cannot be written: {error.strerror or error}; name another output directory") from None
-        self._lock = os.open(self._root / "work.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._root.chmod(0o755)
         folder = WorkFolder(self._root)
         folder.prepare()
         return folder
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
         shutil.rmtree(self._root, ignore_errors=True)
-
-    def _remove_leftovers(self) -> None:
-        for left in self._parent.glob(f"{self._prefix}*"):
-            if not _is_locked(left / "work.lock"):
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock; a folder without a lock file was left before it was locked."""
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def _replace(made: Path, target: Path) -> None:
@@ -173,7 +214,6 @@ def _replace(made: Path, target: Path) -> None:
         old = made.with_name(f"{made.name}.old")
         target.rename(old)
     made.rename(target)
-    (target / "work.lock").unlink(missing_ok=True)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 

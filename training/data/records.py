@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from training.config import CategoricalFeature, Config, LabelConfig
+from training.config import CategoricalFeature, Config, DenseFeature, LabelConfig
 from training.data.dead_letters import DeadLetter, Faults
 from training.data.numerals import NOT_FINITE, OK, parse_numbers
 from training.data.raw import RawRecords
@@ -18,6 +18,8 @@ from training.data.times import parse_times
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
+FLOAT32_LIMIT = (2.0 - 2.0**-24) * 2.0**127
+"""From here on a number rounds to infinity in float32."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class RecordParser:
     """By time: first second of valid and of test, once known."""
     with_ids: bool = True
     """Whether the slots are wanted, or only what decides about faults, splits and statistics."""
+    overflows: Callable[[str, F64], npt.NDArray[np.bool_]] | None = None
+    """Once the transforms are known: which values of a dense feature they carry beyond float32, bool [N]."""
     _missing: TextTable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +119,22 @@ class RecordParser:
                 bad = verdicts == verdict if verdict is not None else verdicts != OK
                 faults.add(columns.rows[bad], reason, columns.detail(source, lambda text: f"{text!r} is not a finite number"))  # type: ignore[arg-type]
             parsed[source] = values
+        for feature in schema.dense:
+            self._check_float32(feature, parsed[feature.source], columns, faults)
         return {name: parsed[source] for name, source in sources.items()}
+
+    def _check_float32(self, feature: DenseFeature, values: F64, columns: _Columns, faults: Faults) -> None:
+        """Shards hold dense features as float32: a value that is infinite there, before or after its transforms, is a fault."""
+
+        def add(bad: npt.NDArray[np.bool_], where: str) -> None:
+            detail = columns.detail(feature.source, lambda text: f"{text!r} is beyond the float32 range (3.4e38){where}")
+            faults.add(columns.rows[bad], "number not finite", detail)
+
+        with np.errstate(invalid="ignore"):
+            beyond = np.abs(values) >= FLOAT32_LIMIT
+        add(beyond, "")
+        if self.overflows is not None:
+            add(~beyond & self.overflows(feature.name, values), f" after {' and '.join(feature.transforms)}")
 
     def _split(self, columns: _Columns, time: I64 | None, faults: Faults) -> npt.NDArray[np.int8] | None:
         split = self.config.split

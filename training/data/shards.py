@@ -3,7 +3,7 @@
 A shard is one uncompressed record batch of at most ``SHARD_ROWS`` records. Its columns, in order: ``label`` int8; ``time`` int64
 seconds (if the schema has a time); ``dense`` FixedSizeList<float32>[D] (if D > 0); ``signs`` FixedSizeList<uint64>[S1], the
 single-valued slots in schema order (if there are any); ``bag:<slot>`` LargeList<uint64> per multi-valued slot; ``slice:<slot>``
-dictionary<int32, string> per slot in ``evaluation.slices``.
+dictionary<int32, string> per slot in ``evaluation.slices``. A reader compares a shard's content with its manifest before it uses it.
 
 N: records, D: dense features, S1: single-valued slots, V: ids of a bag.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -116,9 +117,8 @@ def write_shard(path: Path, columns: ShardColumns) -> str:
 
 
 def open_shard(path: Path) -> ShardColumns:
-    """Memory-map a shard. The map lives as long as any of the arrays."""
-    with pa.memory_map(str(path)) as source:
-        batch = pa.ipc.open_file(source).get_batch(0)
+    """Memory-map a shard. The map lives as long as any of the arrays. Raises ``ManifestError`` for what is no shard."""
+    batch = _mapped(path)
     rows = batch.num_rows
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     bags = {name[4:]: Bag(_view(c.offsets), _view(c.values)) for name, c in columns.items() if name.startswith("bag:")}
@@ -127,6 +127,25 @@ def open_shard(path: Path) -> ShardColumns:
     signs = _matrix(columns.get("signs"), rows, np.uint64)
     time = _view(columns["time"]) if "time" in columns else None
     return ShardColumns(_view(columns["label"]), time, dense, signs, bags, slices)
+
+
+def check_shard(data_dir: Path, entry: ShardEntry) -> None:
+    """Compare a shard with its manifest entry; raises ``ManifestError``. An unchanged file is read once per process."""
+    path = data_dir / entry.file
+    try:
+        status = path.stat()
+    except OSError:
+        raise ManifestError(f"{path}: missing; run `satrap preprocess` again") from None
+    _check_content(path.absolute(), entry.digest, (status.st_ino, status.st_mtime_ns, status.st_size))
+
+
+@lru_cache(maxsize=1 << 16)
+def _check_content(path: Path, digest: str, stamp: tuple[int, int, int]) -> None:
+    """``stamp`` is part of the key alone: a file that was replaced is read again. What raises is not remembered."""
+    del stamp
+    columns = open_shard(path)
+    if _content_digest(columns, columns.slices) != digest:
+        raise _damaged(path)
 
 
 class ShardReader:
@@ -194,6 +213,7 @@ class ShardReader:
 
     def _shard(self, index: int) -> ShardColumns:
         if index not in self._opened:
+            check_shard(self._data_dir, self._entries[index])
             self._opened[index] = open_shard(self._data_dir / self._entries[index].file)
         return self._opened[index]
 
@@ -212,11 +232,29 @@ class ShardReader:
             start, shard = following, shard + 1
 
 
+@dataclass(frozen=True)
+class _Epoch:
+    """The order of the shards in one epoch, and the place in it where each window begins (and the last ends)."""
+
+    number: int
+    shard_order: I64
+    window_starts: I64
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The record numbers of one window of one epoch, permuted."""
+
+    epoch: int
+    number: int
+    rows: I64
+
+
 class BatchPlan:
     """The trainer's order: which records step s of epoch e reads. A pure function of its arguments, so a resumed run needs no state.
 
-    Shuffled, each epoch puts the shards in a new order, takes ``window_shards`` of them at a time and permutes the records of
-    that window. The permutation sorts hashed record numbers (splitmix64), which no library version can change.
+    Threads may share a plan. Shuffled, each epoch puts the shards in a new order, takes ``window_shards`` of them at a time and
+    permutes the records of that window. The permutation sorts hashed record numbers (splitmix64), which no library version can change.
     """
 
     def __init__(self, shard_starts: I64, *, rows_per_step: int, seed: int, shuffle: bool, window_shards: int) -> None:
@@ -228,10 +266,9 @@ class BatchPlan:
         self._rows = int(self._starts[-1])
         self.steps_per_epoch = -(-self._rows // rows_per_step)
         """Steps that cover every record once; the last may be short."""
-        self._epoch = -1
-        self._shard_order: I64 = np.empty(0, np.int64)
-        self._window_starts: I64 = np.zeros(1, np.int64)
-        self._windows: dict[int, I64] = {}
+        # Two caches that several threads share. Each is replaced whole, in one assignment, and its entries say what they are of.
+        self._epoch: _Epoch | None = None
+        self._windows: tuple[_Window, ...] = ()
 
     def rows(self, epoch: int, step: int) -> I64 | slice:
         """Record numbers of a step: a slice if not shuffled, else int64 [N]. Raises ``IndexError`` beyond the epoch."""
@@ -241,38 +278,41 @@ class BatchPlan:
         stop = min(start + self._rows_per_step, self._rows)
         if not self._shuffle:
             return slice(start, stop)
-        self._enter(epoch)
+        order = self._order(epoch)
         parts = []
-        window = int(np.searchsorted(self._window_starts, start, side="right")) - 1
+        window = int(np.searchsorted(order.window_starts, start, side="right")) - 1
         while start < stop:
-            first, following = int(self._window_starts[window]), int(self._window_starts[window + 1])
-            parts.append(self._window(window)[start - first : min(stop, following) - first])
+            first, following = int(order.window_starts[window]), int(order.window_starts[window + 1])
+            parts.append(self._window(order, window)[start - first : min(stop, following) - first])
             start, window = following, window + 1
         return np.concatenate(parts)
 
-    def _enter(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
+    def _order(self, epoch: int) -> _Epoch:
+        known = self._epoch
+        if known is not None and known.number == epoch:
+            return known
         num_shards = len(self._starts) - 1
-        self._epoch = epoch
-        self._shard_order = np.argsort(self._keys(np.arange(num_shards), stream=1), kind="stable")
-        sizes = np.diff(self._starts)[self._shard_order]
+        shard_order = np.argsort(self._keys(np.arange(num_shards), epoch=epoch, stream=1), kind="stable")
+        sizes = np.diff(self._starts)[shard_order]
         window_sizes = np.add.reduceat(sizes, np.arange(0, num_shards, self._window_shards))
-        self._window_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(window_sizes)])
-        self._windows = {}
+        made = _Epoch(epoch, shard_order, np.concatenate([np.zeros(1, np.int64), np.cumsum(window_sizes)]))
+        self._epoch = made
+        return made
 
-    def _window(self, window: int) -> I64:
-        if window not in self._windows:
-            if len(self._windows) > 1:
-                self._windows = {}
-            members = self._shard_order[window * self._window_shards : (window + 1) * self._window_shards]
-            rows = np.concatenate([np.arange(self._starts[shard], self._starts[shard + 1]) for shard in members])
-            self._windows[window] = rows[np.argsort(self._keys(rows, stream=2), kind="stable")]
-        return self._windows[window]
+    def _window(self, order: _Epoch, window: int) -> I64:
+        known = self._windows
+        for kept in known:
+            if (kept.epoch, kept.number) == (order.number, window):
+                return kept.rows
+        members = order.shard_order[window * self._window_shards : (window + 1) * self._window_shards]
+        rows = np.concatenate([np.arange(self._starts[shard], self._starts[shard + 1]) for shard in members])
+        rows = rows[np.argsort(self._keys(rows, epoch=order.number, stream=2), kind="stable")]
+        self._windows = (*known[-1:], _Window(order.number, window, rows))
+        return rows
 
-    def _keys(self, numbers: I64, *, stream: int) -> npt.NDArray[np.uint64]:
+    def _keys(self, numbers: I64, *, epoch: int, stream: int) -> npt.NDArray[np.uint64]:
         """A pseudo-random 64-bit key per number, different for every seed, epoch and stream."""
-        text = f"{self._seed}/{self._epoch}/{stream}"
+        text = f"{self._seed}/{epoch}/{stream}"
         offset = np.uint64(xxhash.xxh64_intdigest(text.encode(), 0))
         mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + offset
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -328,6 +368,38 @@ def _concatenate_bags(bags: list[Bag]) -> Bag:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return Bag(offsets, np.concatenate([bag.values for bag in bags]))
+
+
+def _mapped(path: Path) -> pa.RecordBatch:
+    """The record batch of a shard, checked so far that no damage can make a later access leave the map."""
+    try:
+        with pa.memory_map(str(path)) as source:
+            batch = pa.ipc.open_file(source).get_batch(0)
+        batch.validate(full=True)
+        names = batch.schema.names
+    except FileNotFoundError:
+        raise ManifestError(f"{path}: missing; run `satrap preprocess` again") from None
+    except (pa.ArrowException, UnicodeDecodeError, OSError):
+        raise _damaged(path) from None
+    known = all(_is_shard_type(name, batch.schema.field(i).type) for i, name in enumerate(names))
+    if not known or "label" not in names or len(set(names)) < len(names) or any(column.null_count for column in batch.columns):
+        raise _damaged(path)
+    return batch
+
+
+def _is_shard_type(name: str, type_: pa.DataType) -> bool:
+    if name in ("dense", "signs"):
+        inner = pa.float32() if name == "dense" else pa.uint64()
+        return bool(pa.types.is_fixed_size_list(type_) and type_.list_size > 0 and type_.value_type == inner)
+    if name.startswith("bag:"):
+        return bool(pa.types.is_large_list(type_) and type_.value_type == pa.uint64())
+    if name.startswith("slice:"):
+        return bool(type_ == pa.dictionary(pa.int32(), pa.string()))
+    return bool(type_ == {"label": pa.int8(), "time": pa.int64()}.get(name))
+
+
+def _damaged(path: Path) -> ManifestError:
+    return ManifestError(f"{path}: damaged: its content differs from the manifest; run `satrap preprocess` again")
 
 
 def _view(array: pa.Array) -> npt.NDArray[Any]:

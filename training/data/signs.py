@@ -1,8 +1,8 @@
 """Signs: the 64-bit hashes that name embedding rows.
 
 A sign is ``xxh64(utf-8 text of the value, seed)`` with ``seed = xxh64(group name, 0)``, so equal texts of different groups differ.
-The value 0 is never a sign (tables use it for "empty"); a hash of 0 becomes 1. xxh64 follows the public specification of the
-xxHash project (version 0.1.1) and is tested bit by bit against the reference implementation.
+A hash of 0 becomes 1: 0 stays free to say "no id" (no code relies on it; tables take any 64-bit number). xxh64 follows the public
+specification of the xxHash project (version 0.1.1) and is tested bit by bit against the reference implementation.
 """
 
 from __future__ import annotations

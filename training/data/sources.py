@@ -7,6 +7,7 @@ A new format is one entry of ``_Naming.of``, ``plan_chunks`` and ``read_chunk``.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import gzip
 import zlib
@@ -298,4 +299,22 @@ def _check_columns(path: Path, columns: tuple[str, ...], wanted: Wanted, data: D
         return
     if lacking := [name for name in wanted.columns if name not in columns]:
         hint = "" if data.header or data.format == "parquet" else " (data.columns)"
-        raise SourceError(f"{path}: no column {', '.join(map(repr, lacking))}; columns present{hint}: {', '.join(map(repr, columns))}")
+        names = ", ".join(map(repr, lacking))
+        raise SourceError(f"{path}: no column {names}{_advice(lacking, columns)}; columns present{hint}: {_listed(columns)}")
+
+
+def _advice(lacking: list[str], columns: tuple[str, ...]) -> str:
+    """What most likely is the matter: another format, another separator, a slip of the pen."""
+    if any(not name.replace("\t", "").isprintable() for name in columns):
+        return " (the file does not look like text: is data.format right?)"
+    marks = {"\t": "data.format: tsv", ";": "data.delimiter: ';'", ",": "data.delimiter: ','", "|": "data.delimiter: '|'"}
+    for mark, setting in marks.items():
+        if len(columns) == 1 and mark in columns[0]:
+            return f" (the header looks separated by {mark!r}: set {setting})"
+    near = difflib.get_close_matches(lacking[0], columns, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _listed(columns: tuple[str, ...], limit: int = 400) -> str:
+    text = ", ".join(map(repr, columns))
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(columns)} in all)"

@@ -17,13 +17,12 @@ from numba import njit
 from training.config import CategoricalFeature, Config, DenseFeature
 from training.data.manifest import DenseTransform, SlotTransform
 from training.data.moments import Moments, merge_moments
-from training.data.records import Records
+from training.data.records import FLOAT32_LIMIT, Records
 from training.data.shards import Bag
 from training.data.signs import hash_spans, sign_of, sign_seed
 from training.data.spans import ListColumn, truncate_lists
 from training.data.splits import TRAIN
 from training.embedding.slots import slots
-from training.errors import ConfigError
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -37,6 +36,19 @@ class Fitted:
     dense: list[DenseTransform]
     slots: list[SlotTransform]
     cut_points: list[int] | None
+
+    def overflows(self, name: str, values: F64) -> npt.NDArray[np.bool_]:
+        """Which values of a dense feature, float32 numbers or NaN for missing, are infinite in float32 after its transforms; bool [N].
+
+        Only division by a tiny deviation does that, and only to values that the train split, where it was measured, does not have.
+        """
+        transform = next(dense for dense in self.dense if dense.name == name)
+        present = ~np.isnan(values)
+        largest = np.abs(values).max(initial=0.0, where=present) + abs(transform.mean)
+        if largest < FLOAT32_LIMIT * transform.std:  # log1p makes numbers smaller, so this is enough for every order of transforms
+            return np.zeros(len(values), np.bool_)
+        with np.errstate(over="ignore"):
+            return present & ~(np.abs(_transformed(values, transform)) < FLOAT32_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -52,13 +64,6 @@ class Analysis:
     """Per dense feature: of the values present after the transforms before ``standardise``."""
     values: dict[str, tuple[F64, I64]]
     """Per slot with quantile buckets: distinct values, ascending, and their counts."""
-
-
-def check_transforms(config: Config) -> None:
-    """Refuse transform lists with a repetition; raises ``ConfigError``."""
-    for i, feature in enumerate(config.schema_.dense):
-        if len(set(feature.transforms)) != len(feature.transforms):
-            raise ConfigError([f"schema.dense.{i}.transforms: {feature.transforms} repeats a transform; give each once"])
 
 
 def needs_analysis(config: Config) -> bool:
@@ -108,11 +113,7 @@ def apply_dense(records: Records, fitted: Fitted) -> npt.NDArray[np.float32]:
     """All dense features after fill and transforms, float32 [N, D]."""
     out = np.empty((len(records), len(fitted.dense)), np.float32)
     for place, transform in enumerate(fitted.dense):
-        values = records.numbers[transform.name]
-        values = np.where(np.isnan(values), transform.fill, values)
-        for step in transform.transforms:
-            values = log1p(values) if step == "log1p" else (values - transform.mean) / transform.std
-        out[:, place] = values
+        out[:, place] = _transformed(records.numbers[transform.name], transform)
     return out
 
 
@@ -152,6 +153,14 @@ def quantile_boundaries(values: F64, counts: I64, buckets: int) -> list[float]:
     ranks = np.arange(1, buckets) * (int(cumulated[-1]) / buckets)
     picked = values[np.minimum(np.searchsorted(cumulated, ranks, side="right"), len(values) - 1)]
     return [float(value) for value in np.unique(picked) if value > values[0]]
+
+
+def _transformed(values: F64, transform: DenseTransform) -> F64:
+    """A dense feature after fill and transforms."""
+    values = np.where(np.isnan(values), transform.fill, values)
+    for step in transform.transforms:
+        values = log1p(values) if step == "log1p" else (values - transform.mean) / transform.std
+    return values
 
 
 def _log_first(feature: DenseFeature) -> bool:

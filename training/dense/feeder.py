@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from training.embedding.buffers import Bytes, Shelf, Staging
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.messages import Kind
 from training.embedding.transport import Connection, Message, Transport
-from training.errors import SatrapError
+from training.errors import SatrapError, TrainingError
+from training.profile import Timeline
 
 # More threads than this do not help: each only waits for its worker's answer.
 MAX_REQUEST_THREADS = 8
@@ -44,7 +46,8 @@ class FedBatch:
     """[N, E]"""
     staleness: int
     unique_ratio: float
-    look_up_seconds: float
+    memory: Bytes
+    """What ``embeddings`` lie in; used again after ``Feeder.push``."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +60,19 @@ class FeederSettings:
     wire_dtype: str
 
 
-@dataclass
-class FeederStatistics:
-    """Counters since the last ``Feeder.take_statistics``."""
-
-    update_seconds: float = 0.0
-    updates: int = 0
-    wait_seconds: float = 0.0
-    """Time ``next`` waited for a batch to be ready."""
-
-
 class Feeder:
     """Feeds one rank. A context manager: its threads run while it is open. Methods are for the rank's main thread."""
 
     def __init__(
-        self, transport: Transport, loader_addresses: Sequence[str], worker_addresses: Sequence[str], *, settings: FeederSettings
+        self,
+        transport: Transport,
+        loader_addresses: Sequence[str],
+        worker_addresses: Sequence[str],
+        *,
+        settings: FeederSettings,
+        timeline: Timeline | None = None,
     ) -> None:
+        self.timeline = timeline or Timeline(f"nn_worker-{settings.rank}")
         self._transport = transport
         self._loader_addresses = loader_addresses
         self._worker_addresses = worker_addresses
@@ -84,6 +84,7 @@ class Feeder:
         self._threads = ThreadPoolExecutor(2 * min(permits, MAX_REQUEST_THREADS), thread_name_prefix="request")
         self._dispatcher = threading.Thread(target=self._dispatch, name="dispatch", daemon=True)
         self._local = threading.local()
+        self._shelf = Shelf()
         self._changed = threading.Condition()
         self._limit = settings.first_step
         self._closing = False
@@ -91,7 +92,6 @@ class Feeder:
         self._pending_updates = 0
         self._failure: SatrapError | None = None
         self._connections: list[Connection] = []
-        self._statistics = FeederStatistics()
 
     def __enter__(self) -> Feeder:
         self._dispatcher.start()
@@ -119,17 +119,22 @@ class Feeder:
 
     def next(self) -> FedBatch | None:
         """The next step's batch with its embeddings; None after the last. Raises what a peer reported."""
-        started = time.perf_counter()
+        started = time.perf_counter_ns()
         item = self._ready.get()
         if isinstance(item, SatrapError):
             raise item
         batch = None if item is None else item.result()
-        self._statistics.wait_seconds += time.perf_counter() - started
+        if batch is not None:
+            self.timeline.add("wait", batch.step, started=started, ended=time.perf_counter_ns())
         self._raise_failure()
         return batch
 
     def push(self, batch: FedBatch, gradient_NE: npt.NDArray[np.float32] | None) -> None:
-        """Send the batch's gradient (None: the step is skipped) and go on; the permit returns on acknowledgement."""
+        """Send the batch's gradient (None: the step is skipped) and go on; the permit returns on acknowledgement.
+
+        The batch's embeddings must not be used any more.
+        """
+        self._shelf.put(batch.memory)
         with self._changed:
             self._pending_updates += 1
         self._threads.submit(self._update, batch, gradient_NE)
@@ -140,11 +145,9 @@ class Feeder:
             self._changed.wait_for(lambda: self._pending_updates == 0 or self._failure is not None)
         self._raise_failure()
 
-    def take_statistics(self) -> FeederStatistics:
-        """Counters since the last call."""
-        with self._changed:
-            taken, self._statistics = self._statistics, FeederStatistics()
-        return taken
+    def worker_phases(self) -> list[dict[str, tuple[int, float]]]:
+        """Per embedding worker: calls and seconds per phase since it was last asked."""
+        return [self._worker(index).request(Message(Kind.STATISTICS)).meta["phases"] for index in range(len(self._worker_addresses))]
 
     @property
     def queue_depth(self) -> int:
@@ -176,8 +179,8 @@ class Feeder:
                     return
                 self._ready.put(self._threads.submit(self._look_up, meta, dense, label))
                 step += 1
-        except SatrapError as error:
-            self._ready.put(error)
+        except Exception as error:  # noqa: BLE001 - handed to the rank, which would wait for ever
+            self._ready.put(_as_satrap_error(error))
 
     def _admitted(self, step: int) -> bool:
         """Wait for the boundary and a permit; False if the feeder is closing."""
@@ -188,15 +191,15 @@ class Feeder:
 
     def _look_up(self, meta: dict[str, Any], dense: npt.NDArray[np.float32], label: npt.NDArray[np.float32]) -> FedBatch:
         worker = self._worker(meta["worker"])
-        started = time.perf_counter()
         with self._changed:
             staleness = self._unacknowledged
             self._unacknowledged += 1
-        reply = worker.request(Message(Kind.LOOK_UP, {"ref": meta["ref"]}))
-        embeddings = decode(reply.arrays[0], reply.meta["scale"])
-        if embeddings is reply.arrays[0]:
-            embeddings = embeddings.copy()
-        seconds = time.perf_counter() - started
+        with self.timeline.span("look_up", meta["step"]):
+            reply = worker.request(Message(Kind.LOOK_UP, {"ref": meta["ref"]}))
+        with self.timeline.span("decode", meta["step"]):
+            shape = reply.arrays[0].shape
+            memory = self._shelf.take(4 * int(np.prod(shape)))
+            embeddings = decode(reply.arrays[0], reply.meta["scale"], Staging(memory).array(shape, np.float32))
         return FedBatch(
             meta["step"],
             meta["ref"],
@@ -207,29 +210,30 @@ class Feeder:
             embeddings,
             staleness,
             reply.meta["unique_ratio"],
-            seconds,
+            memory,
         )
 
     def _update(self, batch: FedBatch, gradient_NE: npt.NDArray[np.float32] | None) -> None:
-        started = time.perf_counter()
         meta: dict[str, Any] = {"ref": batch.ref, "skip": gradient_NE is None, "scale": 1.0}
         arrays = []
         try:
+            worker = self._worker(batch.worker)
             if gradient_NE is not None:
-                block, meta["scale"] = encode(gradient_NE, self._wire_dtype)
-                arrays.append(block)
-            self._worker(batch.worker).request(Message(Kind.UPDATE, meta, arrays))
-        except SatrapError as error:
+                with self.timeline.span("encode", batch.step):
+                    block, meta["scale"] = encode(gradient_NE, self._wire_dtype, worker.array(gradient_NE.shape, self._wire_dtype))
+                    arrays.append(block)
+            with self.timeline.span("update", batch.step):
+                worker.request(Message(Kind.UPDATE, meta, arrays))
+        except Exception as error:  # noqa: BLE001 - handed to the rank, which would wait for ever
+            failure = _as_satrap_error(error)
             with self._changed:
-                self._failure = self._failure or error
+                self._failure = self._failure or failure
                 self._changed.notify_all()
-            self._ready.put(error)  # The rank may be waiting for a batch that will never be admitted.
+            self._ready.put(failure)  # The rank may be waiting for a batch that will never be admitted.
             return
         with self._changed:
             self._unacknowledged -= 1
             self._pending_updates -= 1
-            self._statistics.updates += 1
-            self._statistics.update_seconds += time.perf_counter() - started
             self._changed.notify_all()
         self._permits.release()
 
@@ -247,3 +251,7 @@ class Feeder:
         with self._changed:
             self._connections.append(connection)
         return connection
+
+
+def _as_satrap_error(error: Exception) -> SatrapError:
+    return error if isinstance(error, SatrapError) else TrainingError(f"unexpected {type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ Axes: N records, D dense features, E sum of slot widths.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -36,13 +37,18 @@ from training.embedding.messages import Kind
 from training.embedding.schedule import rate_at
 from training.embedding.slots import tables
 from training.embedding.transport import Connection, Message
-from training.errors import CheckpointError, TrainingError
+from training.errors import CheckpointError, SatrapError, TrainingError
 from training.events import EventLog
 from training.job import total_steps
 from training.metrics import binary_metrics
+from training.profile import latencies
 
 # A run whose every step is skipped would "succeed" with an untrained model.
 MAX_SKIPPED_IN_A_ROW = 100
+SKIPPED = (
+    "their loss or gradient was NaN or infinite. "
+    "Lower training.dense_optimizer.learning_rate and embedding.optimizer.learning_rate, or standardise the dense features"
+)
 PROGRESS_SECONDS = 0.25
 
 
@@ -71,6 +77,8 @@ class Surroundings:
     """Rank 0 only."""
     valid: ShardReader | None
     """Rank 0 only; None where the valid split is empty."""
+    boundary_group: dist.ProcessGroup | None = None
+    """For waits as long as an evaluation or checkpoint takes; None with one rank."""
 
 
 class NNWorker:
@@ -110,7 +118,7 @@ class NNWorker:
 
     def _step(self, batch: FedBatch) -> None:
         embeddings_NE = torch.from_numpy(batch.embeddings).requires_grad_()
-        started = time.perf_counter()
+        started = time.perf_counter_ns()
         if self.config.model.dropout:
             # Seeded per step and rank, so that a resumed run draws what an uninterrupted one would have.
             torch.manual_seed((self.training.seed + batch.step * self.world + self.rank) % 2**63)
@@ -121,7 +129,7 @@ class NNWorker:
         gradient_NE = embeddings_NE.grad
         assert gradient_NE is not None
         if self._all_finite(summed, gradient_NE):
-            self.around.feeder.push(batch, (gradient_NE / self.world).numpy())
+            self.around.feeder.push(batch, (gradient_NE / self.world if self.world > 1 else gradient_NE).numpy())
             self.optimizer.step()
             self._skipped_in_a_row = 0
         else:
@@ -130,7 +138,8 @@ class NNWorker:
         self.progress.step = batch.step + 1
         if self.training.mode == "async" and self.world > 1 and self.progress.step % self.training.averaging_period == 0:
             self._average()
-        self._window.add(batch, float(summed.detach()), time.perf_counter() - started)
+        self._window.add(batch, float(summed.detach()))
+        self.around.feeder.timeline.add("dense", batch.step, started=started, ended=time.perf_counter_ns())
         self._report()
 
     def _all_finite(self, loss: Tensor, gradient_NE: Tensor) -> bool:
@@ -149,10 +158,7 @@ class NNWorker:
         self.progress.skipped_steps += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
-                f"{self._skipped_in_a_row} steps in a row up to {step} had a NaN or infinite loss or gradient and were skipped: "
-                "lower training.dense_optimizer.learning_rate and embedding.optimizer.learning_rate, or standardise the dense features"
-            )
+            raise TrainingError(f"{self._skipped_in_a_row} steps in a row up to {step} were skipped: {SKIPPED}")
 
     def _average(self) -> None:
         """Mode async: make the dense network of all ranks their mean."""
@@ -180,6 +186,7 @@ class NNWorker:
     def _at_boundary(self) -> bool:
         """Evaluate and save what is due; True if training ends here."""
         self.around.feeder.drain()
+        self._barrier()  # Every rank's updates are in the rows before any of them is looked at.
         if self.world > 1 and self.training.mode == "async":
             self._average()
         step = self.progress.step
@@ -202,6 +209,11 @@ class NNWorker:
         if self.rank != 0 or self.around.valid is None:
             return False
         logits, labels = self._score_valid(self.around.valid)
+        if not np.isfinite(logits).all():
+            raise TrainingError(
+                f"the model has diverged: at step {self.progress.step} it scores {np.sum(~np.isfinite(logits)):,} of {len(logits):,} valid "
+                "records as NaN or infinite. Lower training.dense_optimizer.learning_rate and embedding.optimizer.learning_rate"
+            )
         metrics = binary_metrics(logits, labels)
         self.progress.metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
         step = self.progress.step
@@ -247,14 +259,14 @@ class NNWorker:
         stop = stopping is not None and self.progress.evaluations_since_best >= stopping.patience
         if self.world > 1:
             flag = torch.tensor([int(stop)])
-            dist.broadcast(flag, src=0)
+            dist.broadcast(flag, src=0, group=self.around.boundary_group)
             stop = bool(flag.item())
         self.progress.stopped_early = stop
         return stop
 
     def _barrier(self) -> None:
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(group=self.around.boundary_group)
 
     # ---- checkpoints
 
@@ -263,18 +275,20 @@ class NNWorker:
         try:
             state = torch.load(checkpoint / "dense.pt", weights_only=True)
             self.model.load_state_dict(state["model"])
+            configured = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(state["optimizer"])
-        except (OSError, RuntimeError, KeyError, ValueError) as error:
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"{checkpoint / 'dense.pt'}: does not fit this model: {' '.join(str(error).split())[:300]}") from None
+        for group, (rate, decay) in zip(self.optimizer.param_groups, configured, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay  # A warm start may ask for others; a resumed run has the same.
         if resume:
             self.progress = Progress(**json.loads(state["progress"]))
             self.progress.stopped_early = False
 
     def _save(self) -> None:
         final = self._checkpoint_of(self.progress.step)
-        if not final.exists():  # A run resumed here has it already.
-            with new_checkpoint(final) as building:
-                self._write(building)
+        with new_checkpoint(final) as building:
+            self._write(building)
         saved = sorted(final.parent.glob("step-*"))
         for old in saved[: -self.training.keep_checkpoints]:
             if self.progress.best_step is None or old != self._checkpoint_of(self.progress.best_step):
@@ -305,9 +319,13 @@ class NNWorker:
             rows=rows,
             parts=parts,
             metrics=self.progress.metrics,
+            best_step=self.progress.best_step,
             files=digests(building),
         )
-        (building / "manifest.json").write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+        with (building / "manifest.json").open("w", encoding="utf-8") as file:
+            file.write(manifest.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _snapshot_servers(self, building: Path) -> list[ServerPart]:
         """Every server writes its part, all at once."""
@@ -315,21 +333,40 @@ class NNWorker:
         names = [f"embedding/server-{i}-of-{len(servers)}" for i in range(len(servers))]
         for name, server in zip(names, servers, strict=True):
             server.send(Message(Kind.SNAPSHOT, {"directory": str(building / name)}))
-        return [ServerPart(directory=name, tables=server.receive().meta["tables"]) for name, server in zip(names, servers, strict=True)]
+        # Every answer is awaited before the first failure counts: a server still writing would outlive the directory's removal.
+        replies = [_outcome(server) for server in servers]
+        for reply in replies:
+            if isinstance(reply, SatrapError):
+                raise reply
+        return [
+            ServerPart(directory=name, tables=reply.meta["tables"])
+            for name, reply in zip(names, replies, strict=True)
+            if not isinstance(reply, SatrapError)
+        ]
 
     def _statistics(self) -> list[dict[str, Any]]:
         return [server.request(Message(Kind.STATISTICS)).meta for server in self.around.servers]
 
     def _finish(self) -> Path:
         """The checkpoint that is the run's result: the best under early stopping, else the last."""
-        result = self._checkpoint_of(self.progress.step)
-        if self.progress.best_step is not None and self._checkpoint_of(self.progress.best_step).exists():
-            result = self._checkpoint_of(self.progress.best_step)
+        self._count_skipped()
+        best = self.progress.best_step if self.training.early_stopping else None
+        result = self._checkpoint_of(self.progress.step if best is None else best)
         if self.rank == 0 and self.around.board is not None:
             final = {**self.progress.metrics, "skipped_steps": float(self.progress.skipped_steps)}
             self.around.board.hyper_parameters(self.progress.step, self.config, final)
             self._project(self.around.board)
         return result
+
+    def _count_skipped(self) -> None:
+        """Over all ranks in mode async, where each decides for itself. A run that skipped most of its steps has learned nothing to keep."""
+        if self.world > 1 and self.training.mode == "async":
+            total = torch.tensor([self.progress.skipped_steps])
+            dist.all_reduce(total)
+            self.progress.skipped_steps = int(total.item())
+        steps = self.progress.step * (self.world if self.training.mode == "async" else 1)
+        if 2 * self.progress.skipped_steps > steps:
+            raise TrainingError(f"{self.progress.skipped_steps} of {steps} steps were skipped: {SKIPPED}")
 
     def _project(self, board: Board) -> None:
         count = self.training.projector_rows
@@ -360,18 +397,16 @@ class NNWorker:
             self._log(self.around.board, step)
 
     def _log(self, board: Board, step: int) -> None:
-        window, counters = self._window, self.around.feeder.take_statistics()
+        window, feeder = self._window, self.around.feeder
         board.scalars(
             step,
             {
                 "train/loss": window.loss,
                 "train/skipped_steps": self.progress.skipped_steps,
                 "throughput/samples_per_second": window.samples_per_second,
-                "latency_ms/look_up": 1e3 * float(np.mean(window.look_up_seconds)),
-                "latency_ms/update": 1e3 * counters.update_seconds / max(1, counters.updates),
-                "latency_ms/dense": 1e3 * float(np.mean(window.dense_seconds)),
-                "latency_ms/wait": 1e3 * counters.wait_seconds / max(1, len(window.staleness)),
-                "queue/ready_batches": self.around.feeder.queue_depth,
+                **latencies("", [feeder.timeline.take()]),
+                **latencies("worker_", feeder.worker_phases()),
+                "queue/ready_batches": feeder.queue_depth,
                 "embedding/unique_ratio": float(np.mean(window.unique_ratio)),
                 "learning_rate/dense": self.optimizer.param_groups[0]["lr"],
                 **{f"learning_rate/{spec.name}": rate_at(spec.optimizer, step - 1) for spec in tables(self.config)},
@@ -396,22 +431,19 @@ class _Window:
         self._global_rows = 0
         self.staleness: list[int] = []
         self.unique_ratio: list[float] = []
-        self.look_up_seconds: list[float] = []
-        self.dense_seconds: list[float] = []
 
-    def add(self, batch: FedBatch, loss_sum: float, dense_seconds: float) -> None:
+    def add(self, batch: FedBatch, loss_sum: float) -> None:
         if np.isfinite(loss_sum):
             self._loss_sum += loss_sum
             self._rows += len(batch.label)
         self._global_rows += batch.global_rows
         self.staleness.append(batch.staleness)
         self.unique_ratio.append(batch.unique_ratio)
-        self.look_up_seconds.append(batch.look_up_seconds)
-        self.dense_seconds.append(dense_seconds)
 
     @property
     def loss(self) -> float:
-        return self._loss_sum / max(1, self._rows)
+        """Mean over the records of steps that were not skipped; NaN if there was none."""
+        return self._loss_sum / self._rows if self._rows else float("nan")
 
     @property
     def samples_per_second(self) -> float:
@@ -424,12 +456,19 @@ class _Window:
         self._last_progress = now
         return True
 
-    def progress(self) -> dict[str, float]:
+    def progress(self) -> dict[str, float | None]:
         return {
-            "loss": round(self.loss, 5),
+            "loss": round(self.loss, 5) if self._rows else None,
             "samples_per_second": round(self.samples_per_second, 1),
             "staleness": round(float(np.mean(self.staleness)), 2) if self.staleness else 0.0,
         }
+
+
+def _outcome(server: Connection) -> Message | SatrapError:
+    try:
+        return server.receive()
+    except SatrapError as error:
+        return error
 
 
 def _remove(checkpoint: Path) -> None:

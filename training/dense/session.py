@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,16 +18,19 @@ from training.data.shards import ShardReader
 from training.dense.feeder import Feeder, FeederSettings
 from training.dense.nn_worker import NNWorker, Surroundings
 from training.embedding.messages import Kind
-from training.embedding.transport import Connection, Message, SocketTransport
+from training.embedding.transport import Connection, Message
 from training.errors import CheckpointError, TrainingError
 from training.events import EventLog
-from training.job import Job, Rendezvous
+from training.job import Job, Rendezvous, usable_cores
+
+# How long an evaluation or a checkpoint may take. A role that hangs meanwhile is found by its missing heartbeat.
+BOUNDARY_SECONDS = 24 * 3600.0
 
 
 def train_rank(job: Job, rank: int, rendezvous: Rendezvous) -> None:
     """Run one rank to its end. Rank 0 leaves ``result.json`` in the rendezvous directory: the checkpoint, metrics and steps."""
     config, manifest = job.config, Manifest.load(Path(job.data_dir))
-    torch.set_num_threads(config.training.dense_threads or max(1, ((os.cpu_count() or 1) - 1) // config.training.roles.nn_worker))
+    torch.set_num_threads(config.training.dense_threads or max(1, (usable_cores() - 1) // config.training.roles.nn_worker))
     torch.set_num_interop_threads(1)
     _check_start(job, manifest)
     try:
@@ -38,13 +42,14 @@ def train_rank(job: Job, rank: int, rendezvous: Rendezvous) -> None:
             worker = _opened(job, rank, rendezvous, manifest, stack)
             checkpoint = worker.run()
             if rank == 0:
-                result = {"checkpoint": str(checkpoint), "metrics": worker.progress.metrics, "steps": worker.progress.step}
+                result = {"checkpoint": str(checkpoint), "steps": worker.progress.step}
                 result["skipped_steps"] = worker.progress.skipped_steps
                 result["stopped_early"] = worker.progress.stopped_early
+                result["best_step"] = worker.progress.best_step
                 Path(job.rendezvous, "result.json").write_text(json.dumps(result))
     except RuntimeError as error:
         if "Connection" in str(error) or "gloo" in str(error).lower() or "timed out" in str(error).lower():
-            raise TrainingError(f"another nn_worker rank is gone or hangs: {' '.join(str(error).split())[:200]}") from None
+            raise TrainingError("another nn_worker rank is gone or hangs; see the logs of the others") from error
         raise
 
 
@@ -57,12 +62,12 @@ def _check_start(job: Job, manifest: Manifest) -> None:
 
 def _opened(job: Job, rank: int, rendezvous: Rendezvous, manifest: Manifest, stack: ExitStack) -> NNWorker:
     config, training = job.config, job.config.training
-    transport = SocketTransport(training.request_timeout_seconds)
-    first_step = CheckpointManifest.load(Path(job.resume), verify=False).step if job.resume else 0
+    transport, patient = job.transport(), job.transport(timeout_seconds=BOUNDARY_SECONDS)
+    first_step = job.first_step
     servers: list[Connection] = []
     if rank == 0:
         for i, address in enumerate(rendezvous.addresses("parameter_server", job.count("parameter_server"))):
-            servers.append(transport.connect(address, peer=f"parameter_server-{i}"))
+            servers.append(patient.connect(address, peer=f"parameter_server-{i}"))
             stack.callback(servers[-1].close)
         if job.resume or job.warm_start:
             restore_rows(servers, Path(job.resume or job.warm_start or ""))
@@ -75,8 +80,15 @@ def _opened(job: Job, rank: int, rendezvous: Rendezvous, manifest: Manifest, sta
     workers = rendezvous.addresses("embedding_worker", job.count("embedding_worker"))
     loaders = rendezvous.addresses("data_loader", job.count("data_loader"))
     settings = FeederSettings(rank=rank, first_step=first_step, max_staleness=training.staleness_bound, wire_dtype=training.wire_dtype)
-    feeder = stack.enter_context(Feeder(transport, loaders, workers, settings=settings))
-    worker = NNWorker(config, manifest, Surroundings(feeder, servers, events, board, valid), rank=rank, output_dir=Path(job.output_dir))
+    timeline = stack.enter_context(job.timeline("nn_worker", rank))
+    feeder = stack.enter_context(Feeder(transport, loaders, workers, settings=settings, timeline=timeline))
+    worker = NNWorker(
+        config,
+        manifest,
+        Surroundings(feeder, servers, events, board, valid, _boundary_group(training.roles.nn_worker)),
+        rank=rank,
+        output_dir=Path(job.output_dir),
+    )
     if job.resume or job.warm_start:
         worker.restore_dense(Path(job.resume or job.warm_start or ""), resume=job.resume is not None)
     return worker
@@ -97,6 +109,11 @@ def restore_rows(servers: list[Connection], checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: {expected} rows were saved, {rows} fit the tables now: raise embedding.capacity_rows")
 
 
+def _boundary_group(world: int) -> dist.ProcessGroup | None:
+    """Where ranks wait for rank 0's evaluations and checkpoints, which may take longer than any request."""
+    return dist.new_group(timeout=timedelta(seconds=BOUNDARY_SECONDS)) if world > 1 else None
+
+
 class _ProcessGroup:
     """The ranks' gloo group; a context manager."""
 
@@ -107,8 +124,6 @@ class _ProcessGroup:
         self._timeout_seconds = timeout_seconds
 
     def __enter__(self) -> _ProcessGroup:
-        from datetime import timedelta
-
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",

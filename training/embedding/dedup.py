@@ -26,9 +26,12 @@ Signs = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.float32]
 
 
-def dedup(signs: Signs) -> tuple[Signs, npt.NDArray[np.uint32]]:
+def dedup(
+    signs: Signs, *, unique: Signs | None = None, inverse: npt.NDArray[np.uint32] | None = None
+) -> tuple[Signs, npt.NDArray[np.uint32]]:
     """``unique`` uint64 [U] in hash order and ``inverse`` uint32 [N] with ``unique[inverse] == signs``.
 
+    They are written to ``unique`` uint64 [N + 1] and ``inverse`` uint32 [N] where given.
     ``unique`` depends on the set of signs only, not on their order. Raises ``ValueError`` for more than 2^30 signs or another dtype.
     """
     if signs.dtype != np.uint64 or signs.ndim != 1:
@@ -37,7 +40,8 @@ def dedup(signs: Signs) -> tuple[Signs, npt.NDArray[np.uint32]]:
     if n > _MAX_OCCURRENCES:
         raise ValueError(f"a batch holds at most {_MAX_OCCURRENCES} ids per table, got {n}; lower training.batch_size")
     scratch = _scratch_for(n)
-    inverse, unique = np.empty(n, np.uint32), np.empty(n + 1, np.uint64)
+    inverse = np.empty(n, np.uint32) if inverse is None else inverse
+    unique = np.empty(n + 1, np.uint64) if unique is None else unique
     num_unique = _dedup(read_only(signs), scratch.table, np.uint64(_CELLS_PER_SIGN * n), scratch.order, scratch.ranks, unique, inverse)
     return unique[:num_unique], inverse
 

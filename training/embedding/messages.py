@@ -18,6 +18,11 @@ class Kind(IntEnum):
     OK = 1
     """A reply without content of its own; meta may carry results."""
 
+    HELLO = 2
+    """A client's greeting, before any request. meta: token, session, resume. Reply OK; both may hand over shared memory."""
+    GOODBYE = 3
+    """A client will not come back; its session may be forgotten. No reply."""
+
     NEXT_BATCH = 10
     """nn_worker -> data_loader. meta: rank, step. Reply BATCH or END_OF_DATA."""
     BATCH = 11
@@ -37,7 +42,7 @@ class Kind(IntEnum):
     """nn_worker -> embedding_worker. meta: ref, scale, skip. arrays: gradients [N, E] (none if skip). Reply OK once every server has it."""
 
     ROWS_OF = 30
-    """embedding_worker -> parameter_server. meta: insert. arrays: signs uint64 [U] per table. Reply ROWS."""
+    """embedding_worker -> parameter_server. meta: insert, step (-1: evaluation). arrays: signs uint64 [U] per table. Reply ROWS."""
     ROWS = 31
     """meta: scales [T]. arrays: rows [U, dim] per table."""
     APPLY = 32
@@ -48,6 +53,7 @@ class Kind(IntEnum):
     RESTORE = 34
     """nn_worker rank 0 -> parameter_server. meta: parts [{directory, server, num_servers, tables}], rows_only. Reply OK: rows."""
     STATISTICS = 35
-    """nn_worker rank 0 -> parameter_server. Reply OK with counters per table."""
+    """nn_worker rank 0 -> parameter_server, embedding_worker. Reply OK with phases {name: [calls, seconds]} since the last, and a
+    server's counters per table."""
     SAMPLE = 36
     """nn_worker rank 0 -> parameter_server. meta: table, count. Reply OK; arrays: signs [C], values [C, dim]."""

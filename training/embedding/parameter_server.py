@@ -7,8 +7,8 @@ Modes hybrid and async: every update is applied on arrival.
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from training.embedding.buffers import Scratch
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.dedup import dedup, server_of, sum_gradients
 from training.embedding.messages import Kind
@@ -27,14 +28,15 @@ from training.embedding.schedule import rate_at
 from training.embedding.slots import TableSpec
 from training.embedding.table import EmbeddingTable
 from training.embedding.transport import Message
-from training.errors import RoleError, TrainingError, TransportError
+from training.errors import CheckpointError, RoleError, TrainingError, TransportError, os_error_text
+from training.profile import Timeline
 
 Signs = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.float32]
 
-# Hashing spreads signs binomially over servers; 2 % + 64 rows of room keeps the fullest of 1,024 servers within its part.
-SPREAD = 1.02
-SPREAD_ROWS = 64
+# Hashing spreads signs binomially over servers, with a deviation of at most the root of the mean. Five of them are exceeded by one server
+# in three million.
+SPREAD = 5.0
 
 _RANK_SHIFT = 48
 """Above the step in the number of an update, so that every rank's rounding is its own."""
@@ -49,22 +51,20 @@ class _Step:
     failure: str | None = None
 
 
-@dataclass
-class _Timer:
-    calls: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.calls += 1
-        self.seconds += seconds
-
-
 class ParameterServer:
     """Handles the messages of one server. A context manager that frees the tables. Safe for concurrent calls."""
 
     def __init__(
-        self, specs: Sequence[TableSpec], tables: Sequence[EmbeddingTable], *, wire_dtype: str, sync_ranks: int, timeout_seconds: float
+        self,
+        specs: Sequence[TableSpec],
+        tables: Sequence[EmbeddingTable],
+        *,
+        wire_dtype: str,
+        sync_ranks: int,
+        timeout_seconds: float,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline or Timeline("parameter_server")
         self.tables = tables
         self._specs = specs
         self._wire_dtype = WIRE_DTYPES[wire_dtype]
@@ -72,8 +72,8 @@ class ParameterServer:
         self._timeout_seconds = timeout_seconds
         self._locks = [threading.Lock() for _ in tables]
         self._steps: dict[int, _Step] = {}
+        self._scratch = Scratch()
         self._arrived = threading.Condition()
-        self._timers = {"look_up": _Timer(), "update": _Timer()}
         self._absent = 0
         self._inserted = 0
         self._stack = ExitStack()
@@ -89,6 +89,7 @@ class ParameterServer:
         sync_ranks: int = 0,
         threads: int = 1,
         timeout_seconds: float = 120.0,
+        timeline: Timeline | None = None,
     ) -> ParameterServer:
         """Allocate this server's part of every table. ``sync_ranks`` is the number of ranks to merge in mode sync, 0 otherwise.
 
@@ -100,10 +101,11 @@ class ParameterServer:
             tables = []
             crew = stack.enter_context(ThreadPoolExecutor(threads - 1, "table")) if threads > 1 else None
             for spec in specs:
-                capacity = int(-(-spec.capacity_rows // num_servers) * (SPREAD if num_servers > 1 else 1.0)) + SPREAD_ROWS
+                mean = -(-spec.capacity_rows // num_servers)
+                capacity = mean + int(SPREAD * math.sqrt(mean)) if num_servers > 1 else mean
                 table = EmbeddingTable.create(spec, capacity_rows=capacity, seed=seed, num_servers=num_servers, crew=crew, threads=threads)
                 tables.append(stack.enter_context(table))
-            server = cls(specs, tables, wire_dtype=wire_dtype, sync_ranks=sync_ranks, timeout_seconds=timeout_seconds)
+            server = cls(specs, tables, wire_dtype=wire_dtype, sync_ranks=sync_ranks, timeout_seconds=timeout_seconds, timeline=timeline)
             server._stack = stack.pop_all()
         return server
 
@@ -135,24 +137,30 @@ class ParameterServer:
         raise TransportError(f"a parameter_server does not answer {message.kind.name}")
 
     def _rows_of(self, message: Message) -> Message:
-        started = time.perf_counter()
-        insert = bool(message.meta["insert"])
+        insert, step, span = bool(message.meta["insert"]), int(message.meta["step"]), self._timeline.span
         blocks, scales = [], []
         for table, lock, signs in zip(self.tables, self._locks, message.arrays, strict=True):
-            rows = np.empty((len(signs), table.dim), np.float32)
-            with lock:
+            shape, full = (len(signs), table.dim), self._wire_dtype == np.float32
+            rows = message.array(shape, np.float32) if full else self._scratch.array("rows", shape, np.float32)
+            with span("look_up", step), lock:
                 counts = table.lookup(signs, rows, insert=insert)
-            self._inserted += counts.inserted
-            block, scale = encode(rows, self._wire_dtype)
+                self._inserted += counts.inserted
+            with span("encode", step):
+                block, scale = (rows, 1.0) if full else encode(rows, self._wire_dtype, message.array(shape, self._wire_dtype))
             blocks.append(block)
             scales.append(scale)
-        self._timers["look_up"].add(time.perf_counter() - started)
         return Message(Kind.ROWS, {"scales": scales}, blocks)
 
     def _apply(self, message: Message) -> Message:
         arrays, scales = message.arrays, message.meta["scales"]
-        parts = [(arrays[2 * t], decode(arrays[2 * t + 1], scales[t])) for t in range(len(arrays) // 2)]
         step, rank = int(message.meta["step"]), int(message.meta["rank"])
+        with self._timeline.span("decode", step):
+            parts = []
+            for t, scale in enumerate(scales):
+                signs, block = arrays[2 * t], arrays[2 * t + 1]
+                if block.dtype != np.float32:
+                    block = decode(block, scale, self._scratch.array(f"gradients {t}", block.shape, np.float32))
+                parts.append((signs, block))
         if self._sync_ranks > 1:
             self._apply_with_all_ranks(step, rank, parts)
         else:
@@ -160,24 +168,23 @@ class ParameterServer:
         return Message(Kind.OK)
 
     def _update(self, parts: list[tuple[Signs, Rows]], *, step: int, rank: int) -> None:
-        started = time.perf_counter()
-        for spec, table, lock, (signs, gradients) in zip(self._specs, self.tables, self._locks, parts, strict=False):
-            with lock:
-                table.set_learning_rate(rate_at(spec.optimizer, step))
-                counts = table.update(signs, gradients, draw=step + (rank << _RANK_SHIFT))
-            self._absent += counts.absent
-        self._timers["update"].add(time.perf_counter() - started)
+        with self._timeline.span("update", step):
+            for spec, table, lock, (signs, gradients) in zip(self._specs, self.tables, self._locks, parts, strict=False):
+                with lock:
+                    table.set_learning_rate(rate_at(spec.optimizer, step))
+                    counts = table.update(signs, gradients, draw=step + (rank << _RANK_SHIFT))
+                    self._absent += counts.absent
 
     def _apply_with_all_ranks(self, number: int, rank: int, parts: list[tuple[Signs, Rows]]) -> None:
         with self._arrived:
             step = self._steps.setdefault(number, _Step())
-            # The arrays are views of this connection's buffer; its thread waits below until they are used.
+            # The arrays are this thread's and its connection's; it waits below until they are used.
             step.parts[rank] = parts
             if len(step.parts) == self._sync_ranks:
                 try:
                     self._update(_merged([step.parts[r] for r in sorted(step.parts)]), step=number, rank=0)
-                except TrainingError as error:
-                    step.failure = str(error)
+                except Exception as error:  # noqa: BLE001 - every rank must learn of it, not only the one that came last
+                    step.failure = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
                 step.applied = True
                 del self._steps[number]
                 self._arrived.notify_all()
@@ -191,9 +198,12 @@ class ParameterServer:
         metas = []
         for index, (table, lock) in enumerate(zip(self.tables, self._locks, strict=True)):
             part = directory / f"table-{index}"
-            part.mkdir(parents=True, exist_ok=True)
-            with lock:
-                metas.append(table.snapshot(part))
+            try:
+                part.mkdir(parents=True, exist_ok=True)
+                with lock:
+                    metas.append(table.snapshot(part))
+            except OSError as error:
+                raise CheckpointError(os_error_text(error)) from None
         return Message(Kind.OK, {"tables": metas})
 
     def _restore(self, meta: dict[str, Any]) -> Message:
@@ -221,8 +231,7 @@ class ParameterServer:
                 }
                 for spec, table in zip(self._specs, self.tables, strict=True)
             },
-            "seconds": {name: timer.seconds for name, timer in self._timers.items()},
-            "calls": {name: timer.calls for name, timer in self._timers.items()},
+            "phases": self._timeline.take(),
             "absent_updates": self._absent,
             "inserted": self._inserted,
         }

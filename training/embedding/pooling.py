@@ -1,7 +1,8 @@
 """From unique rows to one vector per record and slot, and the way back of its gradient.
 
 Kernels write into columns ``[offset, offset + dim)`` of the batch's C-contiguous [N, E] array, so that no slot needs an array of its own.
-``inverse`` gives for every occurrence the index of its unique row; the occurrences of a slot are contiguous, in record order.
+``inverse`` gives for every occurrence the index of its unique row: those of a table's S single-valued slots record by record, those of a
+multi-valued slot contiguous, in record order.
 Rows are moved eight lanes at a time; ``add`` and ``multiply`` round as one float32 operation each, in record order.
 """
 
@@ -10,9 +11,28 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from training.embedding.jit import inlined, kernel
-from training.embedding.simd import all8, load8, load_part, store8, store_part
+from training.embedding.simd import LANES, all8, float32x8, load8, load_part, prefetch, store8, store_part
+
+_AHEAD = 16
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+
+
+@intrinsic
+def load8_half(_typing: Any, array: Any, index: Any) -> Any:  # noqa: ARG001 - numba binds arguments by name
+    """array[index : index + 8] of a uint16 array that holds float16, as float32 lanes."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = context.make_array(sig.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), _HALVES.as_pointer())
+        return builder.fpext(builder.load(pointer, align=2), _FLOATS)
+
+    return float32x8(array, types.int64), generate
 
 
 @inlined
@@ -31,14 +51,21 @@ def _store(array: Any, index: Any, value: Any, count: Any) -> None:
 
 
 @kernel
-def expand(rows_UD: Any, inverse: Any, out_NE: Any, offset: Any) -> None:
-    """A single-valued slot: record n gets its id's row. inverse uint32 [N]."""
-    dim, width = rows_UD.shape[1], out_NE.shape[1]
+def expand(rows_UD: Any, inverse: Any, columns: Any, out_NE: Any) -> None:
+    """The S single-valued slots of a table: slot s of record n gets its id's row at columns[s]. inverse uint32 [N * S], columns int64 [S].
+
+    Lanes are moved, not computed with: rows and output may also be pairs of float16.
+    """
+    dim, width, slots = rows_UD.shape[1], out_NE.shape[1], len(columns)
     rows, out = rows_UD.reshape(-1), out_NE.reshape(-1)
-    for n in range(len(inverse)):
-        base = np.int64(inverse[np.uint64(n)]) * dim
-        for d in range(0, dim, 8):
-            _store(out, n * width + offset + d, _load(rows, base + d, dim - d), dim - d)
+    for n in range(len(inverse) // max(slots, 1)):
+        for s in range(slots):
+            i = n * slots + s
+            if i + _AHEAD < len(inverse):
+                prefetch(rows, np.int64(inverse[np.uint64(i + _AHEAD)]) * dim)
+            base, to = np.int64(inverse[np.uint64(i)]) * dim, n * width + columns[s]
+            for d in range(0, dim, 8):
+                _store(out, to + d, _load(rows, base + d, dim - d), dim - d)
 
 
 @kernel
@@ -57,14 +84,34 @@ def pool(rows_UD: Any, inverse: Any, offsets: Any, mean: Any, out_NE: Any, offse
 
 
 @kernel
-def expand_backward(gradient_NE: Any, inverse: Any, offset: Any, out_UD: Any) -> None:
-    """Adds each record's gradient to its id's row of ``out_UD``, in record order."""
-    dim, width = out_UD.shape[1], gradient_NE.shape[1]
+def expand_backward(gradient_NE: Any, inverse: Any, columns: Any, out_UD: Any) -> None:
+    """Adds the gradient of every slot of each record to its id's row of ``out_UD``, in the order of ``inverse`` [N * S]."""
+    dim, width, slots = out_UD.shape[1], gradient_NE.shape[1], len(columns)
     gradient, out = gradient_NE.reshape(-1), out_UD.reshape(-1)
-    for n in range(len(inverse)):
-        base = np.int64(inverse[np.uint64(n)]) * dim
-        for d in range(0, dim, 8):
-            _store(out, base + d, _load(out, base + d, dim - d) + _load(gradient, n * width + offset + d, dim - d), dim - d)
+    for n in range(len(inverse) // max(slots, 1)):
+        for s in range(slots):
+            i = n * slots + s
+            if i + _AHEAD < len(inverse):
+                prefetch(out, np.int64(inverse[np.uint64(i + _AHEAD)]) * dim)
+            base, source = np.int64(inverse[np.uint64(i)]) * dim, n * width + columns[s]
+            for d in range(0, dim, 8):
+                _store(out, base + d, _load(out, base + d, dim - d) + _load(gradient, source + d, dim - d), dim - d)
+
+
+@kernel
+def expand_backward_half(bits_NE: Any, factor: Any, inverse: Any, columns: Any, out_UD: Any) -> None:
+    """``expand_backward`` of float16 gradients (as uint16) times ``factor``; for widths that are multiples of 8."""
+    dim, width, slots = out_UD.shape[1], bits_NE.shape[1], len(columns)
+    bits, out = bits_NE.reshape(-1), out_UD.reshape(-1)
+    factors = all8(factor)
+    for n in range(len(inverse) // max(slots, 1)):
+        for s in range(slots):
+            i = n * slots + s
+            if i + _AHEAD < len(inverse):
+                prefetch(out, np.int64(inverse[np.uint64(i + _AHEAD)]) * dim)
+            base, source = np.int64(inverse[np.uint64(i)]) * dim, n * width + columns[s]
+            for d in range(0, dim, 8):
+                store8(out, base + d, load8(out, base + d) + load8_half(bits, source + d) * factors)
 
 
 @kernel

@@ -469,7 +469,7 @@ class EmbeddingTable:
         order = mixed[np.argsort(-files["recency"].all()[mixed].astype(np.int8), kind="stable")]
         if keep is not None:
             order = order[keep(signs[order])]
-        rows, scalars = files["rows"].mapped(), files["scalars"].mapped()
+        rows, scalars, before = files["rows"].mapped(), files["scalars"].mapped(), self.rows
         for first in range(0, len(order), _PIECE_BUCKETS):
             piece = order[first : first + _PIECE_BUCKETS]
             slots = np.empty(len(piece), np.int64)
@@ -478,7 +478,7 @@ class EmbeddingTable:
             self._copy(rows[piece], arrays.rows, self._layout.stride, slots)
             if self._entry.scalar:
                 self._copy(scalars[piece], arrays.scalars, 1, slots)
-        return len(order)
+        return self.rows - before
 
     def _insert_without_values(self, arrays: _Arrays, signs: Signs, slots: npt.NDArray[np.int64]) -> tuple[int, int, int, int]:
         counts: tuple[int, int, int, int] = kernels.insert(

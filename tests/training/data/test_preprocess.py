@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from training.config import Config
 from training.config_file import load_config
-from training.data import pieces, preprocess
+from training.data import beam_steps, pieces, preprocess
 from training.data.manifest import Manifest
 from training.data.shards import ShardReader
 from training.data.signs import sign_of
@@ -312,11 +314,137 @@ def test_a_killed_run_leaves_no_directory_and_the_next_one_cleans_up(configure, 
     assert list(tmp_path.glob(".data.building-*")) == []
 
 
-def test_a_running_build_is_not_taken_for_a_leftover(tmp_path):
-    with preprocess._BuildFolder(tmp_path / "data") as one, preprocess._BuildFolder(tmp_path / "data") as two:
-        assert one.root.is_dir()
-        assert two.root.is_dir()
-    assert list(tmp_path.iterdir()) == []
+def in_threads(count, work):
+    """``work(i)`` in ``count`` threads that begin together; their results."""
+    together = threading.Barrier(count, timeout=60)
+
+    def begin(i):
+        together.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+def test_one_run_at_a_time_holds_an_outputs_lock_and_nothing_of_it_stays(tmp_path):
+    inside, seen = [], []
+
+    def hold(i):
+        with EventLog(tmp_path / f"{i}.jsonl") as events:
+            for _ in range(50):
+                with preprocess._OutputLock(tmp_path / "data", events):
+                    inside.append(i)
+                    seen.append(list(inside))
+                    inside.remove(i)
+
+    in_threads(8, hold)
+    assert len(seen) == 400
+    assert {len(holders) for holders in seen} == {1}
+    assert not (tmp_path / ".data.lock").exists()
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_runs_of_the_same_output_at_once_take_turns(configure, tmp_path, reuse, monkeypatch):
+    config, builds, real = configure({"log.csv": b"y,c\n1,a\n0,b\n"}), [], preprocess._run
+    monkeypatch.setattr(preprocess, "_run", lambda *args, **kwargs: builds.append(1) or real(*args, **kwargs))
+
+    def make(i):
+        with EventLog(tmp_path / f"{i}.jsonl") as events:
+            return preprocess.preprocess(config, tmp_path / "data", events=events, reuse=reuse)
+
+    first, second, third = in_threads(3, make)
+    assert first == second == third == Manifest.load(tmp_path / "data")
+    assert len(builds) == (1 if reuse else 3)
+    with ShardReader.open(tmp_path / "data", "train") as reader:
+        assert len(reader.read(0, 2)) == 2
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_lock_another_process_holds_is_waited_for(configure, run, tmp_path):
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    )
+    config = configure({"log.csv": b"y,c\n1,a\n0,b\n"})
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path / ".data.lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as holder,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert holder.stdout.readline() == b"held\n"
+        making = pool.submit(run, config)
+        deadline = time.monotonic() + 60
+        while not any("waiting" in str(event) for event in read_events(tmp_path / "events.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not making.done()
+        assert not list(tmp_path.glob(".data.building-*"))
+        holder.stdin.close()
+        assert making.result(60)[0].rows("train") == 2
+
+
+def test_a_shard_whose_content_changed_is_not_reused(configure, run):
+    config = configure({"log.csv": b"y,c\n1,a\n0,b\n"})
+    manifest, folder = run(config)
+    path = folder / manifest.shards[0].file
+    content = path.read_bytes()
+    place = content.index(sign_of("a", "c").to_bytes(8, "little"))
+    path.write_bytes(content[:place] + b"\0" + content[place + 1 :])
+    os.utime(path, ns=(0, 1))
+    with ShardReader.open(folder, "train") as reader, pytest.raises(ManifestError, match="damaged: its content differs"):
+        reader.read(0, 2)
+    run(config)
+    with ShardReader.open(folder, "train") as reader:
+        assert reader.read(0, 2).signs[:, 0].tolist() == [sign_of("a", "c"), sign_of("b", "c")]
+
+
+@pytest.mark.parametrize("step", ["find_cut_points", "fit", "build_manifest"])
+def test_an_error_in_a_step_that_runs_once_is_reported_as_it_is(two_files, run, monkeypatch, step):
+    def refuse(*args, **kwargs):
+        raise DataError(f"{step} refuses: do something else")
+
+    monkeypatch.setattr(beam_steps, step, refuse)
+    with pytest.raises(DataError) as caught:
+        run(two_files)
+    assert str(caught.value) == f"{step} refuses: do something else"
+
+
+def test_numbers_beyond_float32_are_dead_letters(configure, run, dead_letters):
+    values = ["1e39", "-1e155", "3.4028235e38", "-3.4e38", "1", "", "1e999"]
+    content = "y,c,x\n" + "".join(f"1,a,{value}\n" for value in values)
+    dense = [{"name": "x"}, {"name": "x2", "column": "x", "transforms": ["standardise"]}]
+    schema = {"dense": dense, "categorical": [{"name": "c"}]}
+    manifest, folder = run(configure({"log.csv": content.encode()}, data={"max_dead_fraction": 0.5}, schema=schema))
+    assert manifest.dead == {"number not finite": 3}
+    letters = dead_letters(folder)
+    assert [(letter["line"], letter["reason"]) for letter in letters] == [(line, "number not finite") for line in (2, 3, 8)]
+    assert letters[0]["detail"] == "x: '1e39' is beyond the float32 range (3.4e38)"
+    statistics = manifest.splits["train"].dense["x"]
+    assert (statistics.rows, statistics.max, statistics.missing) == (4, 3.4028235e38, 1)
+    assert np.isfinite([statistics.mean, statistics.std]).all()
+    with ShardReader.open(folder, "train") as reader:
+        assert np.isfinite(reader.read(0, 4).dense).all()
+
+
+def test_a_bucket_takes_numbers_of_any_size(configure, run):
+    categorical = [{"name": "c"}, {"name": "b", "column": "x", "bucketise": {"boundaries": [0.0, 1e100]}}]
+    manifest, _ = run(configure({"log.csv": b"y,c,x\n1,a,1e155\n0,a,1\n"}, schema={"categorical": categorical}))
+    assert manifest.dead == {}
+    assert manifest.splits["train"].slots["b"].top == [("1", 1), ("2", 1)]
+
+
+@pytest.mark.parametrize("transforms", [["standardise"], ["log1p", "standardise"]])
+def test_numbers_that_standardise_carries_beyond_float32_are_dead_letters(configure, run, dead_letters, transforms):
+    train = "".join(f"1,train,{i % 2}e-42,a\n" for i in range(4))
+    content = f"y,fold,x,c\n{train}0,test,1e38,a\n0,test,,a\n0,test,1e-42,a\n"
+    split = {"by": "column", "column": "fold", "fractions": None}
+    schema = {"dense": [{"name": "x", "transforms": transforms}], "categorical": [{"name": "c"}]}
+    manifest, folder = run(configure({"log.csv": content.encode()}, data={"max_dead_fraction": 0.5}, schema=schema, split=split))
+    (letter,) = dead_letters(folder)
+    assert (letter["line"], letter["reason"]) == (6, "number not finite")
+    assert letter["detail"] == f"x: '1e38' is beyond the float32 range (3.4e38) after {' and '.join(transforms)}"
+    assert manifest.rows("test") == 2
+    with ShardReader.open(folder, "test") as reader:
+        assert np.isfinite(reader.read(0, 2).dense).all()
 
 
 def test_progress_and_oddities_are_events(configure, run, tmp_path):

@@ -1,9 +1,17 @@
+import contextlib
+import itertools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from training.data import shards
 from training.data.manifest import ShardEntry
-from training.data.shards import Bag, BatchPlan, ShardColumns, ShardReader, open_shard, write_shard
+from training.data.shards import Bag, BatchPlan, ShardColumns, ShardReader, check_shard, open_shard, write_shard
+from training.errors import ManifestError
 
 
 def columns(first, rows):
@@ -108,6 +116,70 @@ def test_the_digest_sees_every_column(tmp_path, change):
     assert write_shard(tmp_path / "c", ShardColumns(**fields)) != write_shard(tmp_path / "a", first)
 
 
+@pytest.fixture
+def stored(tmp_path):
+    """A shard as (bytes, reading): what is in the file, and a function that reads other bytes in its place."""
+    digest = write_shard(tmp_path / "a.arrow", columns(0, 40))
+    content = (tmp_path / "a.arrow").read_bytes()
+    times = itertools.count(1)  # the clock of the file system may be too coarse to tell the versions apart
+
+    def reading(other):
+        (tmp_path / "a.arrow").unlink()
+        (tmp_path / "a.arrow").write_bytes(other)
+        os.utime(tmp_path / "a.arrow", ns=(0, next(times)))
+        entry = ShardEntry(file="a.arrow", split="train", rows=40, bytes=len(content), digest=digest)
+        with ShardReader(tmp_path, [entry]) as reader:
+            return reader.read(0, 40)
+
+    return content, reading
+
+
+DAMAGED = r"a\.arrow: damaged: its content differs from the manifest; run `satrap preprocess` again"
+
+
+def test_a_changed_value_is_found_at_the_first_opening(stored):
+    content, reading = stored
+    place = content.index(np.arange(0, 400, 10).tobytes())
+    with pytest.raises(ManifestError, match=DAMAGED):
+        reading(content[:place] + b"\7" + content[place + 1 :])
+    assert_rows(reading(content), list(range(40)))
+
+
+def test_a_shard_of_random_bytes_is_called_damaged(stored):
+    content, reading = stored
+    for seed in range(3):
+        with pytest.raises(ManifestError, match=DAMAGED):
+            reading(np.random.default_rng(seed).bytes(len(content)))
+
+
+def test_whatever_byte_is_flipped_records_are_right_or_the_shard_is_damaged(stored):
+    content, reading = stored
+    flips, refused = np.random.default_rng(0).integers(1, 256, len(content)).tolist(), 0
+    for place in range(0, len(content), 3):
+        with contextlib.suppress(ManifestError):
+            refused += 1
+            assert_rows(reading(content[:place] + bytes([content[place] ^ flips[place]]) + content[place + 1 :]), list(range(40)))
+            refused -= 1
+    assert refused > 500
+
+
+def test_a_shard_is_verified_once_as_long_as_it_does_not_change(tmp_path, monkeypatch):
+    digest = write_shard(tmp_path / "a.arrow", columns(0, 4))
+    entry = ShardEntry(file="a.arrow", split="train", rows=4, bytes=1, digest=digest)
+    opened = []
+    monkeypatch.setattr(shards, "open_shard", lambda path: opened.append(path) or open_shard(path))
+    check_shard(tmp_path, entry)
+    check_shard(tmp_path, entry)
+    assert len(opened) == 1
+    write_shard(tmp_path / "a.arrow", columns(1, 4))
+    for _ in range(2):
+        with pytest.raises(ManifestError, match="damaged"):
+            check_shard(tmp_path, entry)
+    (tmp_path / "a.arrow").unlink()
+    with pytest.raises(ManifestError, match="missing"):
+        check_shard(tmp_path, entry)
+
+
 STARTS = np.array([0, 50, 53, 100, 160])
 
 
@@ -142,6 +214,26 @@ def test_the_plan_is_a_function_of_seed_and_epoch_alone():
         assert used.rows(2, step).tolist() == fresh.rows(2, step).tolist()
     assert np.concatenate(all_rows(used, 2)).tolist() != np.concatenate(all_rows(used, 3)).tolist()
     assert np.concatenate(all_rows(used, 2)).tolist() != np.concatenate(all_rows(build(4), 2)).tolist()
+
+
+def test_threads_that_share_a_plan_get_what_one_alone_gets():
+    starts = np.arange(0, 16 * 64 + 1, 64)
+
+    def build():
+        return BatchPlan(starts, rows_per_step=48, seed=3, shuffle=True, window_shards=2)
+
+    alone, shared, threads = build(), build(), 8
+    wanted = [(epoch, step) for epoch in range(6) for step in range(alone.steps_per_epoch)]
+    expected = {at: alone.rows(*at).tolist() for at in wanted}
+    together = threading.Barrier(threads, timeout=30)
+
+    def read(thread):
+        order = np.random.default_rng(thread).permutation(len(wanted)).tolist()
+        together.wait()
+        return [at for at in (wanted[i] for i in order) for _ in range(3) if shared.rows(*at).tolist() != expected[at]]
+
+    with ThreadPoolExecutor(threads) as pool:
+        assert list(pool.map(read, range(threads))) == [[]] * threads
 
 
 def test_records_are_shuffled_within_windows_of_whole_shards():

@@ -7,8 +7,7 @@ from training.data.manifest import Manifest
 from training.data.moments import Moments, merge_moments
 from training.data.shards import ShardReader
 from training.data.signs import sign_of
-from training.data.transforms import bucket_indices, check_transforms, quantile_boundaries
-from training.errors import ConfigError
+from training.data.transforms import bucket_indices, quantile_boundaries
 
 
 def preprocessed(run, config):
@@ -114,12 +113,6 @@ def test_slots_of_one_group_share_signs_and_others_do_not(configure, run):
     )
     _, batch = preprocessed(run, config)
     assert batch.signs[0].tolist() == [sign_of("v", "shared"), sign_of("v", "shared"), sign_of("v", "e")]
-
-
-def test_a_repeated_transform_is_refused(configure):
-    config = configure({"log.csv": b"y,c\n"}, schema={"dense": [{"name": "x", "transforms": ["log1p", "log1p"]}]})
-    with pytest.raises(ConfigError, match=r"schema.dense.0.transforms: .*repeats"):
-        check_transforms(config)
 
 
 def test_merged_moments_equal_those_of_all_numbers():

@@ -1,6 +1,8 @@
 """Parameter servers and an embedding worker, called directly: pooling, merging, waiting for ranks, wrong requests."""
 
+import socket
 import threading
+import tracemalloc
 from contextlib import ExitStack
 
 import numpy as np
@@ -8,10 +10,12 @@ import pytest
 import torch
 
 from training.config import InitializerConfig, SparseOptimizerConfig
+from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.embedding_worker import EmbeddingWorker, Ids
 from training.embedding.messages import Kind
 from training.embedding.parameter_server import ParameterServer
 from training.embedding.slots import Slot, TableSpec
+from training.embedding.sockets import SocketTransport
 from training.embedding.transport import InProcessTransport, Message
 from training.errors import TransportError
 
@@ -29,19 +33,25 @@ def spec(**changes):
 class Cluster:
     """Servers and one worker behind an in-process transport."""
 
-    def __init__(self, stack, slots, specs, *, num_servers=2, sync_ranks=0, timeout_seconds=5.0):
-        self.transport = InProcessTransport()
+    def __init__(
+        self, stack, slots, specs, *, num_servers=2, sync_ranks=0, timeout_seconds=5.0, wire="float32", transport=None, place="{}"
+    ):
+        self.transport = transport or InProcessTransport()
         addresses = []
+        self.open = []
         for i in range(num_servers):
             server = ParameterServer.create(
-                specs, num_servers=num_servers, seed=7, wire_dtype="float32", sync_ranks=sync_ranks, timeout_seconds=timeout_seconds
+                specs, num_servers=num_servers, seed=7, wire_dtype=wire, sync_ranks=sync_ranks, timeout_seconds=timeout_seconds
             )
             server = stack.enter_context(server)
-            addresses.append(stack.enter_context(self.transport.serve(server.handle, f"s{i}")).address)
+            self.open.append(stack.enter_context(self.transport.serve(server.handle, place.format(f"s{i}"))))
+            addresses.append(self.open[-1].address)
         self.servers = [self.transport.connect(address, peer=address) for address in addresses]
-        worker = stack.enter_context(EmbeddingWorker(slots, self.transport, addresses, wire_dtype="float32", sync=sync_ranks > 0))
-        stack.enter_context(self.transport.serve(worker.handle, "w"))
-        self.worker = self.transport.connect("w", peer="embedding_worker-0")
+        self.role = stack.enter_context(EmbeddingWorker(slots, self.transport, addresses, wire_dtype=wire, sync=sync_ranks > 0))
+        stack.enter_context(self.transport.serve(self.role.handle, place.format("w")))
+        self.worker = self.transport.connect(place.format("w"), peer="embedding_worker-0")
+        for connection in (*self.servers, self.worker):
+            stack.callback(connection.close)
 
     def put(self, ref, signs, bags=(), *, rank=0, step=0):
         ids = Ids(np.array(signs, np.uint64), [(np.array(o, np.int64), np.array(v, np.uint64)) for o, v in bags])
@@ -197,3 +207,111 @@ def test_rows_step_with_the_rate_of_the_step_that_the_update_carries(stack):
         cluster.update(step, [[1.0, 1.0, 1.0]])
         value -= rate
         np.testing.assert_array_equal(cluster.rows(ids), np.full((1, 3), value, np.float32))
+
+
+def halves(cluster, ids, gradient):
+    """One step in float16: the decoded output, and the rows after the update."""
+    reply = cluster.worker.request(Message(Kind.LOOK_UP, {"ref": 1}))
+    out = np.array(decode(reply.arrays[0], reply.meta["scale"]))
+    block, scale = encode(gradient, WIRE_DTYPES["float16"])
+    cluster.worker.request(Message(Kind.UPDATE, {"ref": 1, "scale": scale, "skip": False}, [block]))
+    reply = cluster.worker.request(Message(Kind.LOOK_UP_IDS, {}, ids.packed()))
+    return out, np.array(decode(reply.arrays[0], reply.meta["scale"]))
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize("big", [1.0, 3e4])
+def test_moving_halves_gives_what_going_through_float32_gives(stack, num_servers, big):
+    """Servers choose scales of their own; one of the tables has much larger values than the other."""
+    slots = [single("a", dim=8), single("b", table=1, dim=16), single("c", dim=8)]
+    specs = [spec(dim=8), spec(name="u", dim=16, initializer=InitializerConfig(scale=big))]
+    clusters = [Cluster(stack, slots, specs, num_servers=num_servers, wire="float16") for _ in range(2)]
+    assert clusters[0].role._moves_halves
+    clusters[1].role._moves_halves = False
+    rng = np.random.default_rng(1)
+    signs = rng.integers(1, 60, (50, 3), dtype=np.uint64)
+    gradient = rng.standard_normal((50, 32)).astype(np.float32)
+    (out, after), (expected_out, expected_after) = (halves(c, c.put(1, signs), gradient) for c in clusters)
+    np.testing.assert_array_equal(out, expected_out)
+    np.testing.assert_array_equal(after, expected_after)
+    assert np.abs(out).min() > 0
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "unix"])
+@pytest.mark.parametrize("wire", ["float16", "float32"])
+@pytest.mark.parametrize("bags", [False, True])
+def test_once_warm_a_step_allocates_nothing_of_a_batchs_size(stack, tmp_path, shared, wire, bags):
+    """Worker and servers in this process, so that tracemalloc sees them all. Peak, not sum: what is freed again counts, too."""
+    slots = [single(f"s{i}", dim=16, table=i % 2) for i in range(8)] + ([bag("b", "mean", dim=16)] if bags else [])
+    specs = [spec(dim=16, capacity_rows=20_000), spec(name="u", dim=16, capacity_rows=20_000)]
+    transport = SocketTransport(20.0, "t", shared_memory=shared)
+    cluster = Cluster(stack, slots, specs, wire=wire, transport=transport, place=f"unix:{tmp_path}/{{}}")
+    rng, records = np.random.default_rng(1), 2000
+    ids = [np.arange(records + 1), np.arange(records, dtype=np.uint64)] if bags else []
+    batches = [rng.integers(1, 4000, (records, 8), dtype=np.uint64) for _ in range(3)]
+    gradient = rng.standard_normal((records, 16 * len(slots))).astype(np.float32)
+
+    def step(ref):
+        cluster.worker.request(Message(Kind.PUT_IDS, {"ref": ref, "rank": 0, "step": ref}, [batches[ref % 3], *ids]))
+        cluster.worker.request(Message(Kind.LOOK_UP, {"ref": ref}))
+        block, scale = encode(gradient, WIRE_DTYPES[wire], cluster.worker.array(gradient.shape, WIRE_DTYPES[wire]))
+        cluster.worker.request(Message(Kind.UPDATE, {"ref": ref, "scale": scale, "skip": False}, [block]))
+
+    for ref in range(6):
+        step(ref)
+    made = cluster.role.shelf.allocations
+    tracemalloc.start()
+    try:
+        step(6)
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        for ref in range(7, 13):
+            step(ref)
+        allocated = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert allocated < 48_000 < batches[0].nbytes
+    assert cluster.role.shelf.allocations == made == 1
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "unix"])
+def test_an_update_cut_off_on_its_way_is_applied_once(stack, tmp_path, shared):
+    """Every connection breaks while servers apply an update: the rows are those of a run where none does."""
+    slots = [single("a"), single("b")]
+    transport = SocketTransport(5.0, "t", shared_memory=shared)
+    cut = Cluster(stack, slots, [spec()], transport=transport, place=f"unix:{tmp_path}/{{}}")
+    whole = Cluster(stack, slots, [spec()])
+    applied = []
+    for server in cut.open:
+        server._handler = cutting(server, applied)
+    rng = np.random.default_rng(4)
+    for ref in range(8):
+        signs, gradient = rng.integers(1, 9, (20, 2)), rng.standard_normal((20, 6))
+        for cluster in (cut, whole):
+            ids = cluster.put(ref, signs, step=ref)
+            cluster.look_up(ref)
+            cluster.update(ref, gradient)
+    assert sorted(applied) == sorted([*range(8)] * 2)
+    np.testing.assert_array_equal(cut.rows(ids), whole.rows(ids))
+
+
+def cutting(server, applied):
+    handle = server._handler
+
+    def cut(message):
+        reply = handle(message)
+        if message.kind == Kind.APPLY:
+            applied.append(message.meta["step"])
+            for sock in list(server._clients):
+                sock.shutdown(socket.SHUT_RDWR)
+        return reply
+
+    return cut
+
+
+def test_a_batch_of_no_records_is_looked_up_and_updated(stack):
+    """A late rank of a short last step."""
+    cluster = Cluster(stack, [single("a"), bag("b", "sum"), single("c", table=1)], [spec(), spec(name="u")])
+    cluster.put(1, np.zeros((0, 2)), [([0], [])])
+    assert cluster.look_up(1).shape == (0, 9)
+    cluster.update(1, np.zeros((0, 9)))

@@ -279,7 +279,7 @@ def test_a_smaller_table_keeps_the_rows_used_last(tmp_path: Path) -> None:
         values = look_up(table, new, insert=False)
         meta = table.snapshot(tmp_path)
     with EmbeddingTable.create(spec_of(optimizer=ROWWISE), capacity_rows=500, seed=5) as small:
-        assert small.restore(tmp_path, meta) == meta["rows"]
+        assert small.restore(tmp_path, meta) == small.rows < meta["rows"]
         assert small.rows <= small.geometry.num_slots
         kept = (look_up(small, new, insert=False) == values).all(axis=1)
         assert kept.mean() > 0.9
