@@ -60,7 +60,7 @@ class CheckpointManifest(BaseModel):
     parts: list[ServerPart]
     metrics: dict[str, float]
     """Last metrics on the valid split."""
-    best_step: int | None
+    best_step: int | None = None
     """Under early stopping, the step of the best checkpoint so far."""
     files: dict[str, str]
     """Hex xxh3-128 per file, by path relative to the checkpoint."""
