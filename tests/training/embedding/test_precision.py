@@ -22,7 +22,7 @@ ROWS = 20_000
 
 
 def spec_of(row_dtype: str, *, dim: int = 8, optimizer: SparseOptimizerConfig = SGD, kind: str = "zeros") -> TableSpec:
-    return TableSpec("t", dim, optimizer, InitializerConfig(kind=kind, scale=0.1), 1, ROWS, row_dtype)  # type: ignore[arg-type]
+    return TableSpec("t", dim, optimizer, InitializerConfig(kind=kind), 1, ROWS, row_dtype)  # type: ignore[arg-type]
 
 
 def rows_of(table: EmbeddingTable, signs: np.ndarray, *, insert: bool = False) -> np.ndarray:

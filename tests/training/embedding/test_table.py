@@ -33,7 +33,8 @@ def spec_of(
     min_count: int = 1,
     row_dtype: str = "float32",
 ) -> TableSpec:
-    return TableSpec(f"dim{dim}-{optimizer.name}", dim, optimizer, InitializerConfig(kind=kind, scale=scale), min_count, 1000, row_dtype)
+    initializer = InitializerConfig(kind=kind) if kind == "zeros" else InitializerConfig(kind=kind, scale=scale)
+    return TableSpec(f"dim{dim}-{optimizer.name}", dim, optimizer, initializer, min_count, 1000, row_dtype)
 
 
 def random_signs(count: int, seed: int = 0) -> np.ndarray:
