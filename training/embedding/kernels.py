@@ -10,8 +10,9 @@ the values (see ``training.embedding.precision``).
 
 Every call goes through its batch in chunks, and through each chunk three times: hash (signs to pairs of buckets, which the compiler
 vectorises), probe (to slots, asking for the rows), rows (gather or update). Chunks keep slots and rows asked for in the nearest cache:
-1.5x against the whole batch at once. Buckets are asked for 64 signs ahead, 1.25x against 32 at 1e7 rows: without, large tables are 3-4x slower (prototype). Branches on
-which bucket holds a sign would be mispredicted half the time (3x slower), and an ``if`` around a prefetch cost 2x: both are arithmetic.
+1.4x against the whole batch at once. Buckets are asked for 64 signs ahead, 1.25x against 32 at 1e7 rows: without, large tables are 3-4x
+slower (prototype). Branches on which bucket holds a sign would be mispredicted half the time (3x slower), and an ``if`` around a prefetch
+cost 2x: both are arithmetic.
 What the probe leaves in ``slots`` [U], per sign: >= 0 a slot; with the bit ``NEW`` one given in this call; ``ABSENT``.
 Index and rows are each written in the order of the batch, so a row evicted within its own batch is read before its successor is written.
 """

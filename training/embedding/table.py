@@ -21,6 +21,7 @@ import numpy.typing as npt
 from training.embedding import kernels
 from training.embedding.dedup import read_only
 from training.embedding.first_values import INITIALIZERS
+from training.embedding.geometry import Geometry, Layout
 from training.embedding.hashing import GOLDEN, mix_reference
 from training.embedding.memory import Arena, available_bytes
 from training.embedding.optimizers import RATE, optimizer_entry
@@ -33,13 +34,6 @@ Signs = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.float32]
 Keep = Callable[[Signs], npt.NDArray[np.bool_]]
 
-SLOTS_PER_ROW = 1.2
-"""At this room two choices of 7 ways lose 0.1 % of ``capacity_rows`` different signs before the table is full."""
-MAX_BLOCK_BUCKETS = 512
-"""Both buckets of a sign lie within one block: 32 KiB of index, and rows in few pages."""
-MIN_BUCKETS = 4
-"""So that there are signs that belong into other buckets than sign 0, see ``kernels.prepare``."""
-FILTER_BYTES_PER_SLOT = 4
 MAX_MIN_COUNT = 255
 FORMAT_VERSION = 2
 SIGNS_PER_THREAD = 8192
@@ -66,70 +60,6 @@ class UpdateCounts:
     applied: int
     absent: int
     """Their signs have no row (evicted since the look-up, or never admitted): skipped."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Where a sign may stand. Snapshots restore exactly into equal geometry only."""
-
-    num_blocks: int
-    block_buckets: int
-    num_servers: int
-    """How many servers share the signs by ``dedup.route``; 0: this table may get any sign."""
-
-    @classmethod
-    def of(cls, capacity_rows: int, num_servers: int) -> Geometry:
-        """The smallest geometry with ``SLOTS_PER_ROW`` slots for each of the rows."""
-        buckets = max(MIN_BUCKETS, -int(-capacity_rows * SLOTS_PER_ROW // kernels.WAYS))
-        num_blocks = -(-buckets // MAX_BLOCK_BUCKETS)
-        return cls(num_blocks, -(-buckets // num_blocks), num_servers)
-
-    @property
-    def num_buckets(self) -> int:
-        """Buckets of 7 slots."""
-        return self.num_blocks * self.block_buckets
-
-    @property
-    def num_slots(self) -> int:
-        """Rows that fit in if spread evenly."""
-        return self.num_buckets * kernels.WAYS
-
-    @property
-    def filter_bytes(self) -> int:
-        """Admission counters: whole lines of 64 for every block."""
-        lines = -(-self.block_buckets * kernels.WAYS * FILTER_BYTES_PER_SLOT // kernels.FILTER_LINE)
-        return self.num_blocks * lines * kernels.FILTER_LINE
-
-    @property
-    def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64]:
-        """As the kernels take it. hash * num_servers spreads the hashes of one server's signs over all 64 bits, in order."""
-        multiplier = np.uint64(self.num_servers) if self.num_servers else GOLDEN
-        return multiplier, np.uint64(self.num_blocks), np.uint64(self.block_buckets)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a row lies in memory."""
-
-    dim: int
-    itemsize: int
-    """Bytes of a value."""
-    buffers: int
-
-    @property
-    def head(self) -> int:
-        """float32 words of the values; the state follows."""
-        return -(-self.dim * self.itemsize // 4)
-
-    @property
-    def stride(self) -> int:
-        """float32 words of a row."""
-        return self.head + self.dim * self.buffers
-
-    @property
-    def arguments(self) -> tuple[int, int, int, int]:
-        """As the kernels take it."""
-        return self.stride, self.stride * 4 // self.itemsize, self.head, self.dim
 
 
 @dataclass(frozen=True)
@@ -173,7 +103,7 @@ class EmbeddingTable:
         self._arena: Arena | None = arena
         self._entry = optimizer_entry(spec.optimizer)
         self._value_dtype, itemsize = ROW_DTYPES[spec.row_dtype]
-        self._layout = _Layout(spec.dim, itemsize, self._entry.buffers)
+        self._layout = Layout(spec.dim, itemsize, self._entry.buffers)
         self._crew = crew
         self._threads = threads if crew is not None else 1
         self._settings = self._entry.settings(spec.optimizer)
@@ -494,7 +424,7 @@ class EmbeddingTable:
 def _shapes(spec: TableSpec, geometry: Geometry) -> list[tuple[int, Any]]:
     """Length and dtype of the arrays of ``_Arrays``."""
     entry = optimizer_entry(spec.optimizer)
-    layout = _Layout(spec.dim, ROW_DTYPES[spec.row_dtype][1], entry.buffers)
+    layout = Layout(spec.dim, ROW_DTYPES[spec.row_dtype][1], entry.buffers)
     return [
         (geometry.num_buckets * kernels.LINE, np.uint64),
         (geometry.num_slots * layout.stride, np.float32),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from training.config import Config, InitializerConfig, SparseOptimizerConfig
+from training.embedding import geometry
 from training.embedding import table as table_module
 from training.embedding.dedup import dedup
 from training.embedding.slots import TableSpec
@@ -143,7 +144,7 @@ def test_server_threads_change_no_result(
     monkeypatch: pytest.MonkeyPatch, configured: Callable[..., Config], clicks_data: Path, tmp_path: Path, row_dtype: str
 ) -> None:
     monkeypatch.setattr(table_module, "SIGNS_PER_THREAD", 8)
-    monkeypatch.setattr(table_module, "MAX_BLOCK_BUCKETS", 8)
+    monkeypatch.setattr(geometry, "MAX_BLOCK_BUCKETS", 8)
     results = []
     for threads in (1, 3):
         output = tmp_path / str(threads)

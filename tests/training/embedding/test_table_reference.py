@@ -19,12 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from training.config import InitializerConfig, SparseOptimizerConfig
+from training.embedding import geometry
 from training.embedding import table as table_module
 from training.embedding.dedup import dedup
+from training.embedding.geometry import Geometry
 from training.embedding.hashing import GOLDEN, mix_reference
 from training.embedding.simd import load8
 from training.embedding.slots import TableSpec
-from training.embedding.table import EmbeddingTable, Geometry
+from training.embedding.table import EmbeddingTable
 
 SEED = 5
 OPTIMIZERS = [
@@ -261,7 +263,7 @@ def test_threads_that_share_a_table_do_what_the_model_does(
 ) -> None:
     """Blocks of four buckets and parts of four signs: every call of a dozen signs is shared."""
     monkeypatch.setattr(table_module, "SIGNS_PER_THREAD", 4)
-    monkeypatch.setattr(table_module, "MAX_BLOCK_BUCKETS", 4)
+    monkeypatch.setattr(geometry, "MAX_BLOCK_BUCKETS", 4)
     with ThreadPoolExecutor(2) as crew:
         run(spec, capacity, tmp_path_factory.mktemp("shared"), stream, num_servers=1, crew=crew, threads=3)
 
