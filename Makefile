@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONFIG ?= examples/adult/satrap.yaml
 
-.PHONY: run test check format test-slow test-fault bench lock clean
+.PHONY: run test check format test-slow test-fault test-bounds bench lock clean
 .DEFAULT_GOAL := run
 
 run: $(READY)
@@ -28,6 +28,11 @@ test-slow: $(READY)
 
 test-fault: $(READY)
 	$(BIN)/python -m pytest -m fault --timeout 600
+
+# The kernels against their slow model with every access checked; compiled apart, so that neither cache sees the other's code.
+test-bounds: $(READY)
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=build/numba-bounds $(BIN)/python -m pytest tests/training/embedding --timeout 600 \
+	  -k 'table_reference or optimizers or precision or dedup'
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.table

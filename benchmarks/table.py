@@ -21,10 +21,10 @@ import torch
 
 from training.config import InitializerConfig, SparseOptimizerConfig
 from training.embedding.dedup import dedup, sum_gradients
-from training.embedding.jit import kernel
-from training.embedding.kernels import ROWS_AHEAD, prefetch_row
+from training.embedding.jit import inlined, kernel
 from training.embedding.memory import Arena
-from training.embedding.simd import load8, store8
+from training.embedding.precision import copy16
+from training.embedding.simd import all8, load8, prefetch, store8, sum8
 from training.embedding.slots import TableSpec
 from training.embedding.table import EmbeddingTable
 
@@ -35,13 +35,43 @@ FULL += [(5 * 10**6, 32, "rowwise_adagrad"), (2 * 10**6, 64, "rowwise_adagrad"),
 QUICK = [(10**6, 16, "rowwise_adagrad"), (10**6, 16, "adam"), (5 * 10**5, 64, "rowwise_adagrad")]
 
 
+ROWS_AHEAD = 48
+"""How far ahead the limits ask for rows; best of 16 to 128."""
+
+
+@inlined
+def prefetch_row(rows: Any, slots: Any, i: Any, stride: Any, floats: Any) -> None:
+    """Ask for the first ``floats`` values of row slots[i], of the last row if i is beyond it."""
+    base = slots[np.uint64(min(i, len(slots) - 1))] * stride
+    for j in range(0, floats, 16):
+        prefetch(rows, base + j)
+
+
 @kernel
 def bare_gather(rows: Any, stride: Any, dim: Any, slots: Any, out: Any) -> None:
-    """out[i] = the first dim (a multiple of 8) values of row slots[i]."""
+    """out[i] = the first dim (a multiple of 16) values of row slots[i]."""
     for i in range(len(slots)):
         prefetch_row(rows, slots, i + ROWS_AHEAD, stride, dim)
+        for j in range(0, dim, 16):
+            copy16(rows, slots[np.uint64(i)] * stride + j, out, i * dim + j)
+
+
+@kernel
+def bare_update(rows: Any, scalars: Any, dim: Any, slots: Any, gradients: Any) -> None:
+    """Row-wise Adagrad on known rows; dim is a multiple of 8."""
+    for i in range(len(slots)):
+        prefetch_row(rows, slots, i + ROWS_AHEAD, dim, dim)
+        prefetch_row(scalars, slots, i + ROWS_AHEAD, 1, 1)
+        slot = slots[np.uint64(i)]
+        squares = all8(np.float32(0.0))
         for j in range(0, dim, 8):
-            store8(out, i * dim + j, load8(rows, slots[np.uint64(i)] * stride + j))
+            gradient = load8(gradients, i * dim + j)
+            squares = squares + gradient * gradient
+        total = scalars[slot] + sum8(squares) * np.float32(1.0 / dim)
+        scalars[slot] = total
+        step = all8(np.float32(-0.02) / (np.sqrt(total) + np.float32(1e-8)))
+        for j in range(0, dim, 8):
+            store8(rows, slot * dim + j, load8(rows, slot * dim + j) + step * load8(gradients, i * dim + j))
 
 
 def median_seconds(call: Callable[[], object], repetitions: int) -> float:
@@ -71,8 +101,8 @@ def measure(rows: int, dim: int, optimizer: str, repetitions: int) -> dict[str, 
         flat = out.reshape(-1)
         # As the table's: huge pages, rows on cache lines. A malloc'd array starts 16 bytes off a line, so that each of its rows lies in
         # two: the "limit" is then a quarter of the real one. Untouched memory would all be one page of zeros: it is written first.
-        arena = Arena.allocate([(rows * dim, np.float32)])
-        arena_rows = arena.arrays[0]
+        arena = Arena.allocate([(rows * dim, np.float32), (rows, np.float32)])
+        arena_rows, arena_scalars = arena.arrays
         arena_rows[:] = 1.0
         same_memory = torch.from_numpy(arena_rows).view(rows, dim)
         seconds = {
@@ -83,6 +113,9 @@ def measure(rows: int, dim: int, optimizer: str, repetitions: int) -> dict[str, 
             "gather": median_seconds(lambda: bare_gather(arena_rows, dim, dim, next(ordered), flat), repetitions),
             "read": median_seconds(lambda: table.lookup(next(batch), out, insert=False), repetitions),
             "train": median_seconds(lambda: table.lookup(next(batch), out, insert=True), repetitions),
+            "bare_update": median_seconds(
+                lambda: bare_update(arena_rows, arena_scalars, dim, next(ordered), gradients.reshape(-1)), repetitions
+            ),
             "update": median_seconds(lambda: table.update(next(batch), gradients), repetitions),
         }
         new = cycle([dedup(np.arange(k, k + BATCH, dtype=np.uint64) + np.uint64(2**40))[0] for k in range(0, BATCH * 40, BATCH)])
@@ -93,7 +126,7 @@ def measure(rows: int, dim: int, optimizer: str, repetitions: int) -> dict[str, 
 
 
 def print_tables(cases: list[tuple[int, int, str]], repetitions: int) -> None:
-    heads = ("read/torch", "read/torch_huge", "read/gather", "train/torch", "update/torch", "update/read", "evict/train")
+    heads = ("read/torch", "read/torch_huge", "read/gather", "train/torch", "update/bare_update", "evict/train")
     print(f"{'rows':>9} {'dim':>4} {'optimizer':16}" + "".join(f"{head:>17}" for head in heads) + "   (speed ratios, higher is better)")
     for rows, dim, optimizer in cases:
         s = measure(rows, dim, optimizer, repetitions)

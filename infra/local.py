@@ -90,7 +90,8 @@ def provision(config: Config, run_dir: Path, *, machine: Machine | None = None) 
         raise CapacityError(
             f"the embedding tables need {needed / _GIB:.1f} GiB at {capacity:,} rows each, "
             f"but this machine has only {usable / _GIB:.1f} GiB for them: lower embedding.capacity_rows to {rows:,} or less, "
-            f"lower embedding.dim ({config.embedding.dim}), or choose embedding.optimizer.name: rowwise_adagrad"
+            f"lower embedding.dim ({config.embedding.dim}), or choose embedding.optimizer.name: rowwise_adagrad "
+            "or embedding.row_dtype: float16"
         )
     count = roles.data_loader + roles.embedding_worker + roles.nn_worker + roles.parameter_server
     message = (

@@ -29,6 +29,7 @@ from training.config_training import (
     EmbeddingConfig,
     InitializerConfig,
     ModelConfig,
+    ScheduleConfig,
     SlotConfig,
     SparseOptimizerConfig,
     TrainingConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "LabelConfig",
     "MetricName",
     "ModelConfig",
+    "ScheduleConfig",
     "SlotConfig",
     "SparseOptimizerConfig",
     "SplitConfig",
@@ -176,7 +178,9 @@ class Config(Section):
                 seen[name] = group
             settings = {self._slot_setting(name) for name in members if name in slots}
             if len(settings) > 1:
-                problems.append(f"embedding.groups.{group}: slots that share rows need the same dim, optimizer, initializer and min_count")
+                problems.append(
+                    f"embedding.groups.{group}: slots that share rows need the same dim, optimizer, initializer, min_count and row_dtype"
+                )
             if group in slots and group not in members:
                 problems.append(f"embedding.groups.{group}: is also the name of a slot outside the group; choose another group name")
         return problems
@@ -189,6 +193,7 @@ class Config(Section):
             slot.optimizer or default.optimizer,
             slot.initializer or default.initializer,
             slot.min_count or default.min_count,
+            slot.row_dtype or default.row_dtype,
         )
         return repr(parts)
 

@@ -11,6 +11,28 @@ from training.config_section import Fraction, NonNegativeFloat, PositiveFloat, P
 MAX_DIM = 1024
 
 
+RowDtype = Literal["float32", "float16", "bfloat16"]
+
+
+class ScheduleConfig(Section):
+    """How the learning rate of rows changes from step to step: a linear warm-up to the optimizer's learning_rate, then this course."""
+
+    course: Literal["constant", "inverse_sqrt", "cosine"] = Field(
+        "constant", description="constant; inverse_sqrt: falls with the root of the step; cosine: half a wave down to final_fraction."
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Steps from 0 up to the learning rate.")
+    decay_steps: PositiveInt | None = Field(None, description="cosine: steps from the end of the warm-up to the lowest rate.")
+    final_fraction: Fraction = Field(0.0, description="cosine: lowest rate as a share of the learning rate.")
+
+    @model_validator(mode="after")
+    def _applicable(self) -> Self:
+        if self.course == "cosine" and self.decay_steps is None:
+            raise ValueError("decay_steps: required when course is cosine")
+        if self.course != "cosine" and (extra := sorted(self.changed() & {"decay_steps", "final_fraction"})):
+            raise ValueError(f"{extra[0]}: only meaningful when course is cosine, not {self.course}")
+        return self
+
+
 class SparseOptimizerConfig(Section):
     """The optimizer of embedding rows. Formulas are those of torch.optim; state lives beside each row."""
 
@@ -24,6 +46,10 @@ class SparseOptimizerConfig(Section):
     beta1: Fraction = Field(0.9, description="Decay of the first moment (adam).")
     beta2: Fraction = Field(0.999, description="Decay of the second moment (adam).")
     momentum: Fraction = Field(0.0, description="Momentum (sgd).")
+    clip_norm: PositiveFloat | None = Field(
+        None, description="Largest norm of a row's gradient; a longer one is shortened to it before weight decay. No limit when absent."
+    )
+    schedule: ScheduleConfig = Field(ScheduleConfig(), description="Course of the learning rate over the steps of training.")
 
     @model_validator(mode="after")
     def _applicable(self) -> Self:
@@ -32,7 +58,7 @@ class SparseOptimizerConfig(Section):
             "adagrad": {"eps", "initial_accumulator"},
             "rowwise_adagrad": {"eps", "initial_accumulator"},
             "adam": {"eps", "beta1", "beta2"},
-        }[self.name] | {"name", "learning_rate", "weight_decay"}
+        }[self.name] | {"name", "learning_rate", "weight_decay", "clip_norm", "schedule"}
         if extra := sorted(self.changed() - allowed):
             raise ValueError(f"{extra[0]}: {self.name} has no such setting; it takes {sorted(allowed - {'name'})}")
         if self.name == "adam" and max(self.beta1, self.beta2) >= 1.0:
@@ -62,6 +88,7 @@ class SlotConfig(Section):
     optimizer: SparseOptimizerConfig | None = Field(None, description="Optimizer of the slot's rows.")
     initializer: InitializerConfig | None = Field(None, description="First values of the slot's rows.")
     min_count: Annotated[int, Field(ge=1, le=255)] | None = Field(None, description="Admission threshold of the slot.")
+    row_dtype: RowDtype | None = Field(None, description="Format of the slot's rows.")
 
 
 class EmbeddingConfig(Section):
@@ -75,6 +102,10 @@ class EmbeddingConfig(Section):
     initializer: InitializerConfig = Field(InitializerConfig(), description="Default first values.")
     min_count: Annotated[int, Field(ge=1, le=255)] = Field(
         1, description="Times a sign must be seen in training before it gets a row (admission); 1 admits at once."
+    )
+    row_dtype: RowDtype = Field(
+        "float32",
+        description="Format of stored values; float16 and bfloat16 halve them and round stochastically, optimizer state stays float32.",
     )
     groups: dict[str, list[str]] = Field(
         {}, description="Slots that share rows: group name -> slot names. A slot outside is its own group."
@@ -166,6 +197,9 @@ class TrainingConfig(Section):
     )
     dense_threads: PositiveInt | None = Field(
         None, description="torch threads per nn_worker; cores minus one, shared by the ranks, when absent."
+    )
+    server_threads: Annotated[int, Field(ge=1, le=256)] = Field(
+        1, description="Threads per parameter_server that share one large look-up or update. Results do not depend on it."
     )
     start_timeout_seconds: PositiveFloat = Field(120.0, description="How long a role may take to come up.")
     request_timeout_seconds: PositiveFloat = Field(120.0, description="How long a peer may take to answer.")

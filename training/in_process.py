@@ -113,7 +113,12 @@ def _servers(
     for i in range(count):
         name = f"parameter_server-{i}"
         server = ParameterServer.create(
-            tables(config), num_servers=count, seed=training.seed, wire_dtype=training.wire_dtype, timeline=timeline(name)
+            tables(config),
+            num_servers=count,
+            seed=training.seed,
+            wire_dtype=training.wire_dtype,
+            threads=training.server_threads,
+            timeline=timeline(name),
         )
         server = wrap(stack.enter_context(server))
         addresses.append(stack.enter_context(transport.serve(server.handle, name)).address)

@@ -88,7 +88,10 @@ def problems(path, *overrides):
         ("split.by=time", ["split.by: time needs schema.time"]),
         ("split.by=column", ["column: required when by is column"]),
         ("split.fractions={train: 0.5, valid: 0.1, test: 0.1}", ["train + valid + test must be 1, got 0.7"]),
-        ("embedding.optimizer={name: sgd, eps: 1e-5}", ["embedding.optimizer.eps: sgd has no such setting; it takes ['learning_rate'"]),
+        (
+            "embedding.optimizer={name: sgd, eps: 1e-5}",
+            ["embedding.optimizer.eps: sgd has no such setting; it takes ['clip_norm'"],
+        ),
         ("embedding.slots={zz: {dim: 8}}", ["embedding.slots.zz: no such slot; slots are ['a', 'b']"]),
         ("embedding.groups={g: [a, zz]}", ["embedding.groups.g: no slot 'zz'"]),
         ("embedding.groups={g: [a], h: [a]}", ["slot 'a' is in group 'g' already"]),

@@ -34,6 +34,7 @@ from training.dense.feeder import FedBatch, Feeder
 from training.dense.models import build_model, build_optimizer
 from training.embedding.embedding_worker import Ids
 from training.embedding.messages import Kind
+from training.embedding.schedule import rate_at
 from training.embedding.slots import tables
 from training.embedding.transport import Connection, Message
 from training.errors import CheckpointError, SatrapError, TrainingError
@@ -408,7 +409,7 @@ class NNWorker:
                 "queue/ready_batches": feeder.queue_depth,
                 "embedding/unique_ratio": float(np.mean(window.unique_ratio)),
                 "learning_rate/dense": self.optimizer.param_groups[0]["lr"],
-                **{f"learning_rate/{spec.name}": spec.optimizer.learning_rate for spec in tables(self.config)},
+                **{f"learning_rate/{spec.name}": rate_at(spec.optimizer, step - 1) for spec in tables(self.config)},
             },
         )
         board.staleness(step, np.array(window.staleness), bound=self.training.staleness_bound)

@@ -1,15 +1,19 @@
-# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-incomplete-defs=False
+# mypy: check-untyped-defs=False, disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-incomplete-defs=False
 """The compiled inside of an embedding table: find, insert, evict, gather.
 
 Index: uint64 [num_buckets * 8], one 64-byte line per bucket: 7 keys and a meta word. A sign may stand in either of two buckets, both
 within one block of at most 512 buckets (signs in hash order thus walk through index and rows monotonically). Meta word:
-bits 0..27 hold the ways from newest to oldest, 4 bits each, xor ``_FIRST_ORDER`` (so zeroed memory is an empty table); bits 28..34 say
+bits 0..27 hold the ways from newest to oldest, 4 bits each, xor ``_FIRST_ORDER`` (so zeroed memory is an empty bucket); bits 28..34 say
 which ways hold a sign. Ways fill from 0 and are never emptied. Slot = bucket * 7 + way.
+Rows: float32 [num_slots * stride], a row being its values, in 32 or 16 bits, and its state; ``values`` is the same memory in the type of
+the values (see ``training.embedding.precision``).
 
-Every call goes through its batch twice: probe (signs to slots), then rows (gather or update). Both ask for memory some signs ahead:
-32 for the two buckets and 48 for rows measured best (Zen 5, 2026-12); without, large tables are 3-4x slower (prototype). Branches on
-which bucket holds a sign would be mispredicted half the time (3x slower), and an ``if`` around a prefetch cost 2x: both are arithmetic.
-Slots between the two passes: >= 0 a row; with the bit ``NEW`` a row given in this call; ``ABSENT``.
+Every call goes through its batch in chunks, and through each chunk three times: hash (signs to pairs of buckets, which the compiler
+vectorises), probe (to slots, asking for the rows), rows (gather or update). Chunks keep slots and rows asked for in the nearest cache:
+1.4x against the whole batch at once. Buckets are asked for 64 signs ahead, 1.25x against 32 at 1e7 rows: without, large tables are 3-4x
+slower (prototype). Branches on which bucket holds a sign would be mispredicted half the time (3x slower), and an ``if`` around a prefetch
+cost 2x: both are arithmetic.
+What the probe leaves in ``slots`` [U], per sign: >= 0 a slot; with the bit ``NEW`` one given in this call; ``ABSENT``.
 Index and rows are each written in the order of the batch, so a row evicted within its own batch is read before its successor is written.
 """
 
@@ -19,28 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from training.embedding.hashing import GOLDEN, mix, sign_hash
+from training.embedding.first_values import initialise
+from training.embedding.hashing import sign_hash
 from training.embedding.jit import inlined, kernel
-from training.embedding.simd import (
-    load8,
-    load_part,
-    match8,
-    multiply_high,
-    prefetch,
-    store8,
-    store_part,
-    trailing_zeros,
-)
+from training.embedding.precision import copy16, load_values8, load_values_part
+from training.embedding.simd import match8, prefetch, store8, store_part, trailing_zeros
 
 WAYS = 7
 LINE = 8
-AHEAD = 32
-ROWS_AHEAD = 48
+AHEAD = 64
+CHUNK = 256
 ABSENT = -1
 NEW = 1 << 62
 ROW = NEW - 1
 FILTER_LINE = 64
-INIT_ZEROS, INIT_UNIFORM, INIT_NORMAL = 0, 1, 2
 
 _FIRST_ORDER = np.uint64(0x6543210)
 _ORDER_MASK = np.uint64(0xFFFFFFF)
@@ -48,39 +44,65 @@ _ONES = np.uint64(0x1111111)
 _EIGHTS = np.uint64(0x8888888)
 _VALID_SHIFT = np.uint64(28)
 _VALID_MASK = np.uint64(0x7F)
+_BOTH_WAYS = np.uint64(0x7F7F)
 _NIBBLE = np.uint64(0xF)
 _OLDEST_SHIFT = np.uint64(24)
-_U0, _U1, _U3, _U4, _U7, _U8, _U32, _U40 = (np.uint64(n) for n in (0, 1, 3, 4, 7, 8, 32, 40))
+_U0, _U1, _U3, _U4, _U7, _U8, _U10, _U24, _U32, _U512 = (np.uint64(n) for n in (0, 1, 3, 4, 7, 8, 10, 24, 32, 512))
 _ULINE, _UWAYS = np.uint64(LINE), np.uint64(WAYS)
-_VICTIM_BIT = np.uint64(24)
-_FILTER_SHIFT = np.uint64(25)
 _SIX_BITS = np.uint64(63)
 _LOW_24, _LOW_32 = np.uint64(2**24 - 1), np.uint64(2**32 - 1)
-_TWO_PI = 2.0 * np.pi
 
 
 @inlined
-def _announce(where: Any, signs: Any, slots: Any, i: Any) -> None:
-    """Ask for both buckets of sign i and leave them in slots[i], as first * 1024 + 512 + (second - first), until it is probed."""
-    index, multiplier, num_blocks, block = where
-    hashed = sign_hash(signs[i])
-    spread = hashed * multiplier
-    offset = multiply_high(spread * num_blocks, block)
-    first = multiply_high(spread, num_blocks) * block + offset
-    other = multiply_high(hashed << _U40, block - _U1)
-    other += np.uint64(other >= offset)
-    delta = np.int64(other - offset)
-    prefetch(index, np.int64(first) * LINE)
-    prefetch(index, (np.int64(first) + delta) * LINE)
-    slots[i] = (np.int64(first) << 10) + 512 + delta
+def chunk_of(stride: Any) -> Any:
+    """How many signs to take at a time, a power of two: about as many as keep their rows in 256 KiB."""
+    chunk = CHUNK
+    while chunk > AHEAD and chunk * stride > 65_536:
+        chunk //= 2
+    return chunk
 
 
 @inlined
-def _announced(slots: Any, i: Any) -> Any:
+def _packed(where: Any, sign: Any) -> Any:
+    """Both buckets of a sign, as one * 1024 + 512 + (two - one)."""
+    _, multiplier, num_blocks, block = where
+    hashed = sign_hash(sign)
+    scaled = ((hashed * multiplier) >> _U32) * num_blocks
+    one = ((scaled & _LOW_32) * block) >> _U32
+    two = ((hashed & _LOW_24) * (block - _U1)) >> _U24
+    two += np.uint64(two >= one)
+    return np.int64((((scaled >> _U32) * block + one) << _U10) + _U512 + two - one)
+
+
+@inlined
+def _locate(where: Any, signs: Any, slots: Any, first: Any, last: Any) -> None:
+    """Leave the packed buckets of signs[first:last] in ``slots``. No branch, no call: it is vectorised."""
+    for i in range(first, last):
+        slots[np.uint64(i)] = _packed(where, signs[np.uint64(i)])
+
+
+@inlined
+def _buckets(slots: Any, i: Any) -> Any:
     """Both buckets of sign i, uint64."""
-    packed = slots[i]
-    first = packed >> 10
-    return np.uint64(first), np.uint64(first + (packed & 1023) - 512)
+    packed = slots[np.uint64(i)]
+    one = packed >> 10
+    return np.uint64(one), np.uint64(one + (packed & 1023) - 512)
+
+
+@inlined
+def _ask(index: Any, slots: Any, i: Any) -> None:
+    one, two = _buckets(slots, i)
+    prefetch(index, np.int64(one) * LINE)
+    prefetch(index, np.int64(two) * LINE)
+
+
+@inlined
+def begin(where: Any, signs: Any, slots: Any, chunk: Any) -> None:
+    """Begin a call: its first chunk located and the first buckets asked for. ``slots`` is int64 [U], whatever it holds."""
+    last = min(chunk, len(signs))
+    _locate(where, signs, slots, 0, last)
+    for i in range(min(AHEAD, last)):
+        _ask(where[0], slots, i)
 
 
 @inlined
@@ -104,56 +126,79 @@ def _touched(meta: Any, way: Any) -> Any:
 
 @inlined
 def _match(index: Any, sign: Any, one: Any, two: Any) -> Any:
-    """Bits 0..6: ways of bucket one that hold the sign; bits 8..14: of bucket two. At most one bit is set."""
-    valid_one = (index[one * _ULINE + _UWAYS] >> _VALID_SHIFT) & _VALID_MASK
-    valid_two = (index[two * _ULINE + _UWAYS] >> _VALID_SHIFT) & _VALID_MASK
-    return (match8(index, one * _ULINE, sign) & valid_one) | ((match8(index, two * _ULINE, sign) & valid_two) << _U8)
+    """Bits 0..6: ways of bucket one that hold the sign; bits 8..14: of bucket two. At most one bit is set.
 
-
-@inlined
-def find(where: Any, signs: Any, slots: Any) -> Any:
-    """Slots of signs, ``ABSENT`` where there is none. Changes nothing. Returns how many were found."""
-    index = where[0]
-    n = len(signs)
-    for i in range(min(AHEAD, n)):
-        _announce(where, signs, slots, i)
-    found = 0
-    for i in range(n):
-        _announce(where, signs, slots, np.uint64(min(i + AHEAD, n - 1)))
-        k = np.uint64(i)  # Unsigned indices spare numba's test for negative ones.
-        one, two = _announced(slots, k)
-        match = _match(index, signs[k], one, two)
-        if match == _U0:
-            slots[k] = ABSENT
-        else:
-            bucket, way = _located(match, one, two)
-            slots[k] = np.int64(bucket * _UWAYS + way)
-            found += 1
-    return found
-
-
-@inlined
-def prefetch_row(rows: Any, slots: Any, i: Any, stride: Any, floats: Any) -> None:
-    """Ask for the first ``floats`` values of the row of slots[i], all of them if it is new.
-
-    For the last slot if i is beyond it, for any row if that is absent.
+    Empty ways are not asked for: what they hold is no sign that could stand there, see ``prepare``.
     """
-    slot = max(slots[np.uint64(min(i, len(slots) - 1))], 0)
+    return (match8(index, one * _ULINE, sign) | (match8(index, two * _ULINE, sign) << _U8)) & _BOTH_WAYS
+
+
+@kernel
+def prepare(where, slots):
+    """Make a zeroed index that of an empty table: the buckets of sign 0 get keys of a sign that belongs elsewhere.
+
+    ``slots`` is int64 [2], scratch.
+    """
+    index = where[0]
+    slots[0] = _packed(where, _U0)
+    one, two = _buckets(slots, 0)
+    stranger = _U0
+    other_one, other_two = one, two
+    while other_one in (one, two) or other_two in (one, two):
+        stranger += _U1
+        slots[1] = _packed(where, stranger)
+        other_one, other_two = _buckets(slots, 1)
+    for way in range(WAYS):
+        index[one * _ULINE + np.uint64(way)] = stranger
+        index[two * _ULINE + np.uint64(way)] = stranger
+
+
+@inlined
+def _ask_row(rows: Any, slot: Any, stride: Any, floats: Any) -> None:
+    """Ask for the first ``floats`` words of a row, whose slot may have the bit ``NEW``."""
     base = (slot & ROW) * stride
-    if slot >= NEW:
-        floats = stride
-    prefetch(rows, base)
-    for j in range(16, floats, 16):
+    for j in range(0, floats, 16):
         prefetch(rows, base + j)
     if stride % 16 != 0:  # The row may end in a line of its own: 1.6x at dim 12.
         prefetch(rows, base + floats - 1)
 
 
 @inlined
-def _admit(counters: Any, hashed: Any, spread: Any, min_count: Any) -> Any:
-    """Count one look-up of a sign without a row; true when it was its ``min_count``-th. Conservative count-min, two cells of one line."""
-    line = np.int64(multiply_high(spread, np.uint64(len(counters) // FILTER_LINE))) * FILTER_LINE
-    bits = hashed >> _FILTER_SHIFT
+def find(where: Any, signs: Any, slots: Any, span: Any, view: Any) -> Any:
+    """Slots of signs[first:last] to ``slots``, ``ABSENT`` where there is none. Changes nothing. Returns how many were found.
+
+    ``span`` is (first, last, chunk); chunks must be taken in order. ``view`` is (rows, scalars, stride, floats): what to ask for.
+    """
+    index, (first, last, chunk), (rows, scalars, stride, floats) = where[0], span, view
+    n = len(signs)
+    _locate(where, signs, slots, last, min(last + chunk, n))
+    found = 0
+    for i in range(first, last):
+        _ask(index, slots, min(i + AHEAD, n - 1))
+        sign = signs[np.uint64(i)]
+        one, two = _buckets(slots, i)
+        match = _match(index, sign, one, two)
+        slot = np.int64(ABSENT)
+        if match != _U0:
+            bucket, way = _located(match, one, two)
+            slot = np.int64(bucket * _UWAYS + way)
+            _ask_row(rows, slot, stride, floats)
+            if len(scalars) > 0:
+                prefetch(scalars, slot)
+            found += 1
+        slots[np.uint64(i)] = slot
+    return found
+
+
+@inlined
+def _admit(counters: Any, hashed: Any, block: Any, num_blocks: Any, min_count: Any) -> Any:
+    """Count one look-up of a sign without a row; true when it was its ``min_count``-th. Conservative count-min, two cells of one line.
+
+    Every block of buckets has lines of its own, so that threads at work on different blocks share none.
+    """
+    lines = np.uint64(len(counters) // FILTER_LINE) // num_blocks
+    line = np.int64(block * lines + ((hashed & _LOW_32) * lines >> _U32)) * FILTER_LINE
+    bits = hashed >> _U32
     one = np.int64(bits & _SIX_BITS)
     two = (one + 1 + np.int64(((bits >> np.uint64(6)) & _SIX_BITS) % np.uint64(FILTER_LINE - 1))) % FILTER_LINE
     count = min(counters[line + one], counters[line + two])
@@ -170,7 +215,7 @@ def _place(index: Any, sign: Any, hashed: Any, one: Any, two: Any) -> Any:
     valid_one = (index[one * _ULINE + _UWAYS] >> _VALID_SHIFT) & _VALID_MASK
     valid_two = (index[two * _ULINE + _UWAYS] >> _VALID_SHIFT) & _VALID_MASK
     if (valid_one & valid_two) == _VALID_MASK:
-        bucket = one if (hashed >> _VICTIM_BIT) & _U1 == _U0 else two
+        bucket = one if (hashed >> _U24) & _U1 == _U0 else two
         meta = index[bucket * _ULINE + _UWAYS]
         way = (((meta & _ORDER_MASK) ^ _FIRST_ORDER) >> _OLDEST_SHIFT) & _NIBBLE
         evicted = 1
@@ -186,68 +231,53 @@ def _place(index: Any, sign: Any, hashed: Any, one: Any, two: Any) -> Any:
 
 
 @inlined
-def _find_or_insert(where: Any, counters: Any, min_count: Any, signs: Any, slots: Any) -> Any:
-    """As ``find``, but new signs get a row once they were seen ``min_count`` times, and recency is refreshed.
+def _find_or_insert(where: Any, admission: Any, signs: Any, slots: Any, span: Any, view: Any) -> Any:
+    """As ``find``, but new signs get a row once they were seen often enough, and recency is refreshed.
 
-    Returns (hits, inserted, refused, evicted).
+    ``admission`` is (counters, min_count). Returns (hits, inserted, refused, evicted).
     """
-    index, multiplier, _, _ = where
+    (index, _, num_blocks, _), (counters, min_count) = where, admission
+    (first, last, chunk), (rows, scalars, stride, floats) = span, view
     n = len(signs)
-    for i in range(min(AHEAD, n)):
-        _announce(where, signs, slots, i)
+    _locate(where, signs, slots, last, min(last + chunk, n))
     hits, inserted, refused, evictions = 0, 0, 0, 0
-    for i in range(n):
-        _announce(where, signs, slots, np.uint64(min(i + AHEAD, n - 1)))
-        k = np.uint64(i)
-        sign = signs[k]
-        one, two = _announced(slots, k)
+    for i in range(first, last):
+        _ask(index, slots, min(i + AHEAD, n - 1))
+        sign = signs[np.uint64(i)]
+        one, two = _buckets(slots, i)
         match = _match(index, sign, one, two)
         if match != _U0:
             bucket, way = _located(match, one, two)
             index[bucket * _ULINE + _UWAYS] = _touched(index[bucket * _ULINE + _UWAYS], way)
-            slots[k] = np.int64(bucket * _UWAYS + way)
+            slot = np.int64(bucket * _UWAYS + way)
+            _ask_row(rows, slot, stride, floats)
             hits += 1
-            continue
-        hashed = sign_hash(sign)
-        if len(counters) > 0 and not _admit(counters, hashed, hashed * multiplier, min_count):
-            slots[k] = ABSENT
-            refused += 1
         else:
-            slot, evicted = _place(index, sign, hashed, one, two)
-            slots[k] = slot | NEW
-            inserted += 1
-            evictions += evicted
+            hashed = sign_hash(sign)
+            slot = np.int64(ABSENT)
+            if len(counters) > 0 and not _admit(counters, hashed, _block(where, sign), num_blocks, min_count):
+                refused += 1
+            else:
+                slot, evicted = _place(index, sign, hashed, one, two)
+                slot |= NEW
+                _ask_row(rows, slot, stride, stride)
+                if len(scalars) > 0:
+                    prefetch(scalars, slot & ROW)
+                inserted += 1
+                evictions += evicted
+        slots[np.uint64(i)] = slot
     return hits, inserted, refused, evictions
 
 
 @inlined
-def _initialise(rows: Any, base: Any, stride: Any, dim: Any, sign: Any, seed: Any, kind: Any, scale: Any, state: Any) -> None:
-    """First values of a new row, two from each hash of (sign, position, seed): nothing else decides them. Then its state."""
-    origin = mix(sign ^ seed)
-    for pair in range((dim + 1) // 2):
-        bits = mix(origin + (np.uint64(pair) + _U1) * GOLDEN)
-        one, two = 0.0, 0.0
-        if kind == INIT_UNIFORM:
-            one = (np.float64(bits >> _U40) / 8388608.0 - 1.0) * scale
-            two = (np.float64((bits >> _U8) & _LOW_24) / 8388608.0 - 1.0) * scale
-        elif kind == INIT_NORMAL:  # Box and Muller 1958
-            radius = np.sqrt(-2.0 * np.log((np.float64(bits >> _U32) + 0.5) / 4294967296.0)) * scale
-            angle = _TWO_PI * np.float64(bits & _LOW_32) / 4294967296.0
-            one, two = radius * np.cos(angle), radius * np.sin(angle)
-        rows[base + 2 * pair] = np.float32(one)
-        if 2 * pair + 1 < dim:
-            rows[base + 2 * pair + 1] = np.float32(two)
-    for j in range(dim, stride):
-        rows[base + j] = state
-
-
-@inlined
-def _copy_out(rows: Any, base: Any, dim: Any, out: Any, to: Any) -> None:
-    whole = dim - dim % 8
-    for j in range(0, whole, 8):
-        store8(out, to + j, load8(rows, base + j))
+def _copy_out(values: Any, base: Any, dim: Any, out: Any, to: Any) -> None:
+    lines, whole = dim - dim % 16, dim - dim % 8
+    for j in range(0, lines, 16):
+        copy16(values, base + j, out, to + j)
+    if lines < whole:
+        store8(out, to + lines, load_values8(values, base + lines))
     if whole < dim:
-        store_part(out, to + whole, load_part(rows, base + whole, dim - whole), dim - whole)
+        store_part(out, to + whole, load_values_part(values, base + whole, dim - whole), dim - whole)
 
 
 @inlined
@@ -257,46 +287,93 @@ def _zero(out: Any, to: Any, dim: Any) -> None:
 
 
 @kernel
-def read(where, rows, stride, dim, signs, slots, out):
-    """Values of signs to ``out`` [U * dim], zeros for absent ones. Changes no row. Returns how many were found."""
-    found = find(where, signs, slots)
-    n = len(signs)
-    for i in range(min(ROWS_AHEAD, n)):
-        prefetch_row(rows, slots, i, stride, dim)
-    for i in range(n):
-        prefetch_row(rows, slots, i + ROWS_AHEAD, stride, dim)
-        slot = slots[np.uint64(i)]
-        if slot >= 0:
-            _copy_out(rows, slot * stride, dim, out, i * dim)
-        else:
-            _zero(out, i * dim, dim)
+def read(where, values, rows, layout, signs, slots, out):
+    """Values of signs to ``out`` [U * dim], zeros for absent ones. Changes no row. Returns how many were found.
+
+    ``layout`` is (stride, width, head, dim): float32 words per row, values per row were it all values, words before the state, values.
+    """
+    stride, width, head, dim = layout
+    n, found, chunk = len(signs), 0, chunk_of(stride)
+    begin(where, signs, slots, chunk)
+    for first in range(0, n, chunk):
+        last = min(first + chunk, n)
+        found += find(where, signs, slots, (first, last, chunk), (rows, rows[:0], stride, head))
+        for i in range(first, last):
+            slot = slots[np.uint64(i)]
+            if slot >= 0:
+                _copy_out(values, slot * width, dim, out, i * dim)
+            else:
+                _zero(out, i * dim, dim)
     return found
 
 
 @kernel
-def read_or_insert(where, counters, min_count, rows, scalars, stride, dim, signs, slots, out, seed, kind, scale, state):
+def read_or_insert(where, admission, values, rows, scalars, layout, signs, slots, out, initial):
     """As ``read``; gives admitted new signs a row with its first values and state, evicting if need be, and refreshes recency.
 
-    ``counters`` is the admission filter, empty if every sign is admitted at once. ``state`` is the start value of row state and of the
-    scalar per row; ``scalars`` is empty where the optimizer has none. Returns (hits, inserted, refused, evicted).
+    ``admission`` is (counters, min_count), counters empty if every sign is admitted at once. ``initial`` is (seed, kind, scale, state);
+    ``scalars`` is empty where the optimizer has none. Returns (hits, inserted, refused, evicted).
     """
-    counts = _find_or_insert(where, counters, min_count, signs, slots)
+    stride, width, head, dim = layout
+    n, chunk = len(signs), chunk_of(stride)
+    hits, inserted, refused, evicted = 0, 0, 0, 0
+    begin(where, signs, slots, chunk)
+    for first in range(0, n, chunk):
+        last = min(first + chunk, n)
+        counts = _find_or_insert(where, admission, signs, slots, (first, last, chunk), (rows, scalars, stride, head))
+        hits, inserted, refused, evicted = hits + counts[0], inserted + counts[1], refused + counts[2], evicted + counts[3]
+        for i in range(first, last):
+            slot = slots[np.uint64(i)]
+            if slot == ABSENT:
+                _zero(out, i * dim, dim)
+                continue
+            if slot >= NEW:
+                slot &= ROW
+                initialise(values, rows, slot, layout, signs[np.uint64(i)], initial)
+                if len(scalars) > 0:
+                    scalars[slot] = initial[3]
+            _copy_out(values, slot * width, dim, out, i * dim)
+    return hits, inserted, refused, evicted
+
+
+@kernel
+def insert(where, admission, rows, signs, slots):
+    """Give all signs a place, without values: slots [U], with the bit ``NEW`` where it is new. ``admission`` must admit all.
+
+    Returns (hits, inserted, refused, evicted).
+    """
     n = len(signs)
-    for i in range(min(ROWS_AHEAD, n)):
-        prefetch_row(rows, slots, i, stride, dim)
+    hits, inserted, evicted = 0, 0, 0
+    begin(where, signs, slots, CHUNK)
+    for first in range(0, n, CHUNK):
+        last = min(first + CHUNK, n)
+        counts = _find_or_insert(where, admission, signs, slots, (first, last, CHUNK), (rows, rows[:0], 0, 0))
+        hits, inserted, evicted = hits + counts[0], inserted + counts[1], evicted + counts[3]
+    return hits, inserted, 0, evicted
+
+
+@kernel
+def split(where, signs, bounds):
+    """Cut signs into ranges of about equal length that share no block: bounds int64 [parts + 1]. False if the blocks do not ascend."""
+    n, parts = len(signs), len(bounds) - 1
+    before, ascending = _U0, True
     for i in range(n):
-        prefetch_row(rows, slots, i + ROWS_AHEAD, stride, dim)
-        slot = slots[np.uint64(i)]
-        if slot == ABSENT:
-            _zero(out, i * dim, dim)
-            continue
-        if slot >= NEW:
-            slot &= ROW
-            _initialise(rows, slot * stride, stride, dim, signs[i], seed, kind, scale, state)
-            if len(scalars) > 0:
-                scalars[slot] = state
-        _copy_out(rows, slot * stride, dim, out, i * dim)
-    return counts
+        block = _block(where, signs[np.uint64(i)])
+        ascending &= block >= before
+        before = block
+    bounds[0] = 0
+    for part in range(1, parts):
+        cut = max(n * part // parts, bounds[part - 1])
+        while 0 < cut < n and _block(where, signs[cut]) == _block(where, signs[cut - 1]):
+            cut += 1
+        bounds[part] = cut
+    bounds[parts] = n
+    return ascending
+
+
+@inlined
+def _block(where: Any, sign: Any) -> Any:
+    return (((sign_hash(sign) * where[1]) >> _U32) * where[2]) >> _U32
 
 
 @kernel
@@ -339,7 +416,7 @@ def place_exactly(index, signs, slots, recency):
 
 @kernel
 def copy_rows(source, rows, stride, slots):
-    """Row i of ``source`` [n * stride] to slots[i], in order; codes of new rows are understood."""
+    """Row i of ``source`` [n * stride] to slots[i], in order; codes of new rows are understood. Both as uint32: bits, not numbers."""
     for i in range(len(slots)):
         slot = slots[i] & ROW
         for j in range(stride):

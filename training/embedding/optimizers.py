@@ -1,9 +1,11 @@
 """Update rules of embedding rows: one kernel and one entry of ``OPTIMIZERS`` each.
 
-A row is [values | state buffers of the same width] in one flat float32 array; an optimizer may also keep one scalar per row in
-``scalars``. Formulas and order of operations are those of torch.optim, on the rows a batch touches and no others. Kernels get ``slots``
-[U] (negative: skip), ``gradients`` [U * dim] and ``settings``, the float64 array that ``OptimizerEntry.settings`` makes. A gradient that
-is not finite makes its row not finite: callers skip such steps before they get here.
+A row is [values | state buffers, dim float32 each] in one flat array; an optimizer may also keep one scalar per row in ``scalars``.
+Formulas and order of operations are those of torch.optim, on the rows a batch touches and no others. Kernels get ``tables`` (values, rows,
+scalars) and ``layout`` as in ``training.embedding.kernels``, ``gradients`` [U * dim], ``settings``, the float64 array that
+``OptimizerEntry.settings`` makes, and ``options``: (weight decay or None, clipping norm or None, number of the update, from which 16-bit
+rows draw their rounding); they are compiled for what is None. They skip absent signs and return how many rows they updated. A gradient
+that is not finite makes its row not finite: callers skip such steps before.
 """
 
 from __future__ import annotations
@@ -16,9 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from training.config import SparseOptimizerConfig
+from training.embedding.hashing import mix
 from training.embedding.jit import inlined, kernel
-from training.embedding.kernels import ROWS_AHEAD, find, prefetch_row
+from training.embedding.kernels import begin, chunk_of, find
+from training.embedding.precision import load_values, store_values
 from training.embedding.simd import all8, load8, load_part, sqrt8, store8, store_part, sum8
+
+RATE, EPS = 0, 1
+"""Places in ``settings``; EPS holds the momentum of SGD."""
 
 
 @inlined
@@ -36,132 +43,243 @@ def _store(array: Any, index: Any, value: Any, count: Any) -> None:
         store_part(array, index, value, count)
 
 
+@inlined
+def _lanes(value: Any) -> Any:
+    """The setting in every lane; None, which is known when the kernel is compiled, stays None."""
+    if value is None:
+        return None
+    return all8(np.float32(value))
+
+
+@inlined
+def _clip(gradients: Any, start: Any, dim: Any, limit: Any) -> Any:
+    """What a row's gradient is multiplied by so that its norm is at most ``limit``, as torch's clip_grad_norm_; None without a limit."""
+    if limit is None:
+        return None
+    squares = all8(np.float32(0.0))
+    for j in range(0, dim, 8):
+        gradient = _load(gradients, start + j, dim - j)
+        squares = squares + gradient * gradient
+    return all8(np.float32(min(1.0, limit / (np.sqrt(np.float64(sum8(squares))) + 1e-6))))
+
+
+@inlined
+def _key(sign: Any, draw: Any) -> Any:
+    """What the noise of rounding is drawn from: 31 bits of a sign and the number of its update."""
+    return np.int64(mix(sign ^ mix(draw)) >> np.uint64(33))
+
+
+# What follows is written for lanes j to j + count of a row, so that the compiler knows count = 8 in the loop over whole vectors: 1.5x.
+# ``row`` is (start of its values, start of its state, start of its gradient, factor of its gradient, key of its rounding).
+
+
+@inlined
+def _clipped(gradients: Any, start: Any, count: Any, factor: Any) -> Any:
+    if factor is None:
+        return _load(gradients, start, count)
+    return factor * _load(gradients, start, count)
+
+
+@inlined
+def _decayed(gradient: Any, value: Any, decay: Any) -> Any:
+    if decay is None:
+        return gradient
+    return gradient + decay * value
+
+
+@inlined
+def _gradient(tables: Any, gradients: Any, row: Any, j: Any, count: Any, decay: Any) -> Any:
+    """The value and its gradient, clipped and decayed."""
+    value = load_values(tables[0], row[0] + j, count)
+    return value, _decayed(_clipped(gradients, row[2] + j, count, row[3]), value, decay)
+
+
+@inlined
+def _sgd_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, rate: Any, decay: Any) -> None:
+    value, gradient = _gradient(tables, gradients, row, j, count, decay)
+    store_values(tables[0], row[0] + j, value + rate * gradient, count, row[4], j)
+
+
 @kernel
-def _sgd(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:  # noqa: ARG001
+def _sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's SGD: p -= lr * (g + wd * p)."""
-    rate, decay = all8(np.float32(-settings[0])), all8(np.float32(settings[1]))
-    applied = find(where, signs, slots)
-    for i in range(min(ROWS_AHEAD, len(slots))):
-        prefetch_row(rows, slots, i, dim, dim)
-    for i in range(len(slots)):
-        prefetch_row(rows, slots, i + ROWS_AHEAD, dim, dim)
-        if slots[i] < 0:
-            continue
-        base = slots[i] * dim
-        for j in range(0, dim, 8):
-            value = _load(rows, base + j, dim - j)
-            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-            _store(rows, base + j, value + rate * gradient, dim - j)
+    (_, rows, scalars), (stride, width, _, dim) = tables, layout
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    rate = all8(np.float32(-settings[RATE]))
+    n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
+    begin(where, signs, slots, chunk)
+    for first in range(0, n, chunk):
+        last = min(first + chunk, n)
+        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars[:0], stride, stride))
+        for i in range(first, last):
+            slot = slots[np.uint64(i)]
+            if slot < 0:
+                continue
+            row = (slot * width, 0, i * dim, _clip(gradients, i * dim, dim, limit), _key(signs[np.uint64(i)], draw))
+            for j in range(0, whole, 8):
+                _sgd_lanes(tables, gradients, row, j, 8, rate, decay)
+            if whole < dim:
+                _sgd_lanes(tables, gradients, row, whole, dim - whole, rate, decay)
     return applied
 
 
+@inlined
+def _momentum_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, constants: Any) -> None:
+    rate, decay, momentum = constants
+    value, gradient = _gradient(tables, gradients, row, j, count, decay)
+    buffer = momentum * _load(tables[1], row[1] + j, count) + gradient
+    _store(tables[1], row[1] + j, buffer, count)
+    store_values(tables[0], row[0] + j, value + rate * buffer, count, row[4], j)
+
+
 @kernel
-def _momentum_sgd(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:  # noqa: ARG001
+def _momentum_sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's SGD with momentum: buffer = momentum * buffer + (g + wd * p); p -= lr * buffer."""
-    rate, decay, momentum = all8(np.float32(-settings[0])), all8(np.float32(settings[1])), all8(np.float32(settings[2]))
-    applied = find(where, signs, slots)
-    for i in range(min(ROWS_AHEAD, len(slots))):
-        prefetch_row(rows, slots, i, 2 * dim, 2 * dim)
-    for i in range(len(slots)):
-        prefetch_row(rows, slots, i + ROWS_AHEAD, 2 * dim, 2 * dim)
-        if slots[i] < 0:
-            continue
-        base = slots[i] * 2 * dim
-        for j in range(0, dim, 8):
-            value = _load(rows, base + j, dim - j)
-            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-            buffer = momentum * _load(rows, base + dim + j, dim - j) + gradient
-            _store(rows, base + dim + j, buffer, dim - j)
-            _store(rows, base + j, value + rate * buffer, dim - j)
+    (_, rows, scalars), (stride, width, head, dim) = tables, layout
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    rate = all8(np.float32(-settings[RATE]))
+    constants = (rate, decay, all8(np.float32(settings[EPS])))
+    n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
+    begin(where, signs, slots, chunk)
+    for first in range(0, n, chunk):
+        last = min(first + chunk, n)
+        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars[:0], stride, stride))
+        for i in range(first, last):
+            slot = slots[np.uint64(i)]
+            if slot < 0:
+                continue
+            row = (slot * width, slot * stride + head, i * dim, _clip(gradients, i * dim, dim, limit), _key(signs[np.uint64(i)], draw))
+            for j in range(0, whole, 8):
+                _momentum_lanes(tables, gradients, row, j, 8, constants)
+            if whole < dim:
+                _momentum_lanes(tables, gradients, row, whole, dim - whole, constants)
     return applied
 
 
+@inlined
+def _adagrad_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, constants: Any) -> None:
+    rate, decay, eps = constants
+    value, gradient = _gradient(tables, gradients, row, j, count, decay)
+    total = _load(tables[1], row[1] + j, count) + gradient * gradient
+    _store(tables[1], row[1] + j, total, count)
+    store_values(tables[0], row[0] + j, value + rate * gradient / (sqrt8(total) + eps), count, row[4], j)
+
+
 @kernel
-def _adagrad(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:  # noqa: ARG001
+def _adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's Adagrad: g += wd * p; sum += g^2; p -= lr * g / (sqrt(sum) + eps)."""
-    rate, decay, eps = all8(np.float32(-settings[0])), all8(np.float32(settings[1])), all8(np.float32(settings[2]))
-    applied = find(where, signs, slots)
-    for i in range(min(ROWS_AHEAD, len(slots))):
-        prefetch_row(rows, slots, i, 2 * dim, 2 * dim)
-    for i in range(len(slots)):
-        prefetch_row(rows, slots, i + ROWS_AHEAD, 2 * dim, 2 * dim)
-        if slots[i] < 0:
-            continue
-        base = slots[i] * 2 * dim
-        for j in range(0, dim, 8):
-            value = _load(rows, base + j, dim - j)
-            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-            total = _load(rows, base + dim + j, dim - j) + gradient * gradient
-            _store(rows, base + dim + j, total, dim - j)
-            _store(rows, base + j, value + rate * gradient / (sqrt8(total) + eps), dim - j)
+    (_, rows, scalars), (stride, width, head, dim) = tables, layout
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    rate = all8(np.float32(-settings[RATE]))
+    constants = (rate, decay, all8(np.float32(settings[EPS])))
+    n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
+    begin(where, signs, slots, chunk)
+    for first in range(0, n, chunk):
+        last = min(first + chunk, n)
+        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars[:0], stride, stride))
+        for i in range(first, last):
+            slot = slots[np.uint64(i)]
+            if slot < 0:
+                continue
+            row = (slot * width, slot * stride + head, i * dim, _clip(gradients, i * dim, dim, limit), _key(signs[np.uint64(i)], draw))
+            for j in range(0, whole, 8):
+                _adagrad_lanes(tables, gradients, row, j, 8, constants)
+            if whole < dim:
+                _adagrad_lanes(tables, gradients, row, whole, dim - whole, constants)
     return applied
 
 
+@inlined
+def _squares(tables: Any, gradients: Any, row: Any, j: Any, count: Any, decay: Any) -> Any:
+    _, gradient = _gradient(tables, gradients, row, j, count, decay)
+    return gradient * gradient
+
+
+@inlined
+def _rowwise_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, constants: Any) -> None:
+    step, decay = constants
+    value, gradient = _gradient(tables, gradients, row, j, count, decay)
+    store_values(tables[0], row[0] + j, value + step * gradient, count, row[4], j)
+
+
 @kernel
-def _rowwise_adagrad(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:
+def _rowwise_adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Adagrad with one accumulator: g += wd * p; sum += mean(g^2) over the row; p -= lr * g / (sqrt(sum) + eps)."""
-    rate, decay, eps = all8(np.float32(-settings[0])), all8(np.float32(settings[1])), np.float32(settings[2])
-    applied = find(where, signs, slots)
-    for i in range(min(ROWS_AHEAD, len(slots))):
-        prefetch_row(rows, slots, i, dim, dim)
-        prefetch_row(scalars, slots, i, 1, 1)
-    for i in range(len(slots)):
-        prefetch_row(rows, slots, i + ROWS_AHEAD, dim, dim)
-        prefetch_row(scalars, slots, i + ROWS_AHEAD, 1, 1)
-        slot = slots[i]
-        if slot < 0:
-            continue
-        base = slot * dim
-        squares = all8(np.float32(0.0))
-        for j in range(0, dim, 8):
-            gradient = _load(gradients, i * dim + j, dim - j) + decay * _load(rows, base + j, dim - j)
-            squares = squares + gradient * gradient
-        scalars[slot] += sum8(squares) / np.float32(dim)
-        denominator = all8(np.sqrt(scalars[slot]) + eps)
-        for j in range(0, dim, 8):
-            value = _load(rows, base + j, dim - j)
-            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-            _store(rows, base + j, value + rate * gradient / denominator, dim - j)
+    (_, rows, scalars), (stride, width, _, dim) = tables, layout
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    rate = np.float32(-settings[RATE])
+    eps, share = np.float32(settings[EPS]), np.float32(1.0 / dim)
+    n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
+    begin(where, signs, slots, chunk)
+    for first in range(0, n, chunk):
+        last = min(first + chunk, n)
+        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars, stride, stride))
+        for i in range(first, last):
+            slot = slots[np.uint64(i)]
+            if slot < 0:
+                continue
+            row = (slot * width, 0, i * dim, _clip(gradients, i * dim, dim, limit), _key(signs[np.uint64(i)], draw))
+            squares = all8(np.float32(0.0))
+            for j in range(0, whole, 8):
+                squares = squares + _squares(tables, gradients, row, j, 8, decay)
+            if whole < dim:
+                squares = squares + _squares(tables, gradients, row, whole, dim - whole, decay)
+            total = scalars[np.uint64(slot)] + sum8(squares) * share
+            scalars[np.uint64(slot)] = total
+            constants = (all8(rate / (np.sqrt(total) + eps)), decay)
+            for j in range(0, whole, 8):
+                _rowwise_lanes(tables, gradients, row, j, 8, constants)
+            if whole < dim:
+                _rowwise_lanes(tables, gradients, row, whole, dim - whole, constants)
     return applied
 
 
+@inlined
+def _adam_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, dim: Any, constants: Any) -> None:
+    rate, root, decay, eps, fresh_1, keep_2, fresh_2 = constants
+    value, gradient = _gradient(tables, gradients, row, j, count, decay)
+    mean = _load(tables[1], row[1] + j, count)
+    mean = mean + fresh_1 * (gradient - mean)
+    second = keep_2 * _load(tables[1], row[1] + dim + j, count) + fresh_2 * gradient * gradient
+    _store(tables[1], row[1] + j, mean, count)
+    _store(tables[1], row[1] + dim + j, second, count)
+    store_values(tables[0], row[0] + j, value + rate * mean / (sqrt8(second) / root + eps), count, row[4], j)
+
+
 @kernel
-def _adam(where: Any, rows: Any, scalars: Any, dim: Any, signs: Any, slots: Any, gradients: Any, settings: Any) -> Any:
+def _adam(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's Adam with the row's own step count t: p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps).
 
-    settings[5:] holds 1 - b1^t and sqrt(1 - b2^t) for t = 1, 2, ... until both are 1 in float32 or the list ends; later ones are computed.
+    settings[4:] holds 1 - b1^t and sqrt(1 - b2^t) for t = 1, 2, ... until both are 1 in float32 or the list ends; later ones are computed.
     """
-    decay, eps = all8(np.float32(settings[1])), all8(np.float32(settings[2]))
-    fresh_1 = all8(np.float32(1.0 - settings[3]))
-    beta_2, fresh_2 = all8(np.float32(settings[4])), all8(np.float32(1.0 - settings[4]))
-    listed = (len(settings) - 5) // 2
-    applied = find(where, signs, slots)
-    for i in range(min(ROWS_AHEAD, len(slots))):
-        prefetch_row(rows, slots, i, 3 * dim, 3 * dim)
-        prefetch_row(scalars, slots, i, 1, 1)
-    for i in range(len(slots)):
-        prefetch_row(rows, slots, i + ROWS_AHEAD, 3 * dim, 3 * dim)
-        prefetch_row(scalars, slots, i + ROWS_AHEAD, 1, 1)
-        slot = slots[i]
-        if slot < 0:
-            continue
-        scalars[slot] += np.float32(1.0)
-        step = np.int64(scalars[slot])
-        if step <= listed:
-            correction_1, correction_2 = settings[3 + 2 * step], settings[4 + 2 * step]
-        else:
-            correction_1, correction_2 = 1.0 - settings[3] ** step, np.sqrt(1.0 - settings[4] ** step)
-        rate, root = all8(np.float32(-settings[0] / correction_1)), all8(np.float32(correction_2))
-        base = slot * 3 * dim
-        for j in range(0, dim, 8):
-            value = _load(rows, base + j, dim - j)
-            gradient = _load(gradients, i * dim + j, dim - j) + decay * value
-            mean = _load(rows, base + dim + j, dim - j)
-            mean = mean + fresh_1 * (gradient - mean)
-            second = beta_2 * _load(rows, base + 2 * dim + j, dim - j) + fresh_2 * gradient * gradient
-            _store(rows, base + dim + j, mean, dim - j)
-            _store(rows, base + 2 * dim + j, second, dim - j)
-            _store(rows, base + j, value + rate * mean / (sqrt8(second) / root + eps), dim - j)
+    (_, rows, scalars), (stride, width, head, dim) = tables, layout
+    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    eps = all8(np.float32(settings[EPS]))
+    beta_1, beta_2 = settings[2], settings[3]
+    fresh_1, keep_2, fresh_2 = all8(np.float32(1.0 - beta_1)), all8(np.float32(beta_2)), all8(np.float32(1.0 - beta_2))
+    listed = (len(settings) - 4) // 2
+    n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
+    begin(where, signs, slots, chunk)
+    for first in range(0, n, chunk):
+        last = min(first + chunk, n)
+        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars, stride, stride))
+        for i in range(first, last):
+            slot = slots[np.uint64(i)]
+            if slot < 0:
+                continue
+            row = (slot * width, slot * stride + head, i * dim, _clip(gradients, i * dim, dim, limit), _key(signs[np.uint64(i)], draw))
+            scalars[np.uint64(slot)] += np.float32(1.0)
+            step = np.int64(scalars[np.uint64(slot)])
+            if step <= listed:
+                correction_1, correction_2 = settings[2 + 2 * step], settings[3 + 2 * step]
+            else:
+                correction_1, correction_2 = 1.0 - beta_1**step, np.sqrt(1.0 - beta_2**step)
+            rate, root = all8(np.float32(-settings[RATE] / correction_1)), all8(np.float32(correction_2))
+            constants = (rate, root, decay, eps, fresh_1, keep_2, fresh_2)
+            for j in range(0, whole, 8):
+                _adam_lanes(tables, gradients, row, j, 8, dim, constants)
+            if whole < dim:
+                _adam_lanes(tables, gradients, row, whole, dim - whole, dim, constants)
     return applied
 
 
@@ -170,7 +288,7 @@ class OptimizerEntry:
     """What a table must know of its update rule."""
 
     kernel: Any
-    """``kernel(rows, scalars, dim, slots, gradients, settings)``; see the module docstring."""
+    """``kernel(where, tables, layout, signs, slots, gradients, settings, options)``; see the module docstring."""
     buffers: int
     """State buffers per row, each as wide as the row."""
     scalar: bool
@@ -184,19 +302,22 @@ class OptimizerEntry:
 _LISTED_STEPS = 16_384  # 0.999^16384 vanishes beside 1 in float32; 256 KiB.
 
 
+def _head(config: SparseOptimizerConfig, *own: float) -> npt.NDArray[np.float64]:
+    return np.array([config.learning_rate, *own])
+
+
 def _adam_settings(config: SparseOptimizerConfig) -> npt.NDArray[np.float64]:
     steps = np.arange(1, _LISTED_STEPS + 1, dtype=np.float64)
     corrections = np.stack([1.0 - config.beta1**steps, np.sqrt(1.0 - config.beta2**steps)], axis=1)
-    head = [config.learning_rate, config.weight_decay, config.eps, config.beta1, config.beta2]
-    return np.concatenate([np.array(head), corrections.ravel()])
+    return np.concatenate([_head(config, config.eps, config.beta1, config.beta2), corrections.ravel()])
 
 
 def _adagrad_settings(config: SparseOptimizerConfig) -> npt.NDArray[np.float64]:
-    return np.array([config.learning_rate, config.weight_decay, config.eps])
+    return _head(config, config.eps)
 
 
 def _sgd_settings(config: SparseOptimizerConfig) -> npt.NDArray[np.float64]:
-    return np.array([config.learning_rate, config.weight_decay, config.momentum])
+    return _head(config, config.momentum)
 
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {

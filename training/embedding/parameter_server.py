@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from training.embedding.buffers import Scratch
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.dedup import dedup, server_of, sum_gradients
 from training.embedding.messages import Kind
+from training.embedding.schedule import rate_at
 from training.embedding.slots import TableSpec
 from training.embedding.table import EmbeddingTable
 from training.embedding.transport import Message
@@ -35,6 +37,9 @@ Rows = npt.NDArray[np.float32]
 # Hashing spreads signs binomially over servers, with a deviation of at most the root of the mean. Five of them are exceeded by one server
 # in three million.
 SPREAD = 5.0
+
+_RANK_SHIFT = 48
+"""Above the step in the number of an update, so that every rank's rounding is its own."""
 
 
 @dataclass
@@ -82,19 +87,24 @@ class ParameterServer:
         seed: int,
         wire_dtype: str,
         sync_ranks: int = 0,
+        threads: int = 1,
         timeout_seconds: float = 120.0,
         timeline: Timeline | None = None,
     ) -> ParameterServer:
         """Allocate this server's part of every table. ``sync_ranks`` is the number of ranks to merge in mode sync, 0 otherwise.
 
+        ``threads`` share large look-ups and updates; results do not depend on it.
+
         Raises ``CapacityError`` if memory cannot hold the tables.
         """
         with ExitStack() as stack:
             tables = []
+            crew = stack.enter_context(ThreadPoolExecutor(threads - 1, "table")) if threads > 1 else None
             for spec in specs:
                 mean = -(-spec.capacity_rows // num_servers)
                 capacity = mean + int(SPREAD * math.sqrt(mean)) if num_servers > 1 else mean
-                tables.append(stack.enter_context(EmbeddingTable.create(spec, capacity_rows=capacity, seed=seed, num_servers=num_servers)))
+                table = EmbeddingTable.create(spec, capacity_rows=capacity, seed=seed, num_servers=num_servers, crew=crew, threads=threads)
+                tables.append(stack.enter_context(table))
             server = cls(specs, tables, wire_dtype=wire_dtype, sync_ranks=sync_ranks, timeout_seconds=timeout_seconds, timeline=timeline)
             server._stack = stack.pop_all()
         return server
@@ -142,7 +152,8 @@ class ParameterServer:
         return Message(Kind.ROWS, {"scales": scales}, blocks)
 
     def _apply(self, message: Message) -> Message:
-        arrays, scales, step = message.arrays, message.meta["scales"], int(message.meta["step"])
+        arrays, scales = message.arrays, message.meta["scales"]
+        step, rank = int(message.meta["step"]), int(message.meta["rank"])
         with self._timeline.span("decode", step):
             parts = []
             for t, scale in enumerate(scales):
@@ -151,16 +162,17 @@ class ParameterServer:
                     block = decode(block, scale, self._scratch.array(f"gradients {t}", block.shape, np.float32))
                 parts.append((signs, block))
         if self._sync_ranks > 1:
-            self._apply_with_all_ranks(step, int(message.meta["rank"]), parts)
+            self._apply_with_all_ranks(step, rank, parts)
         else:
-            self._update(step, parts)
+            self._update(parts, step=step, rank=rank)
         return Message(Kind.OK)
 
-    def _update(self, step: int, parts: list[tuple[Signs, Rows]]) -> None:
+    def _update(self, parts: list[tuple[Signs, Rows]], *, step: int, rank: int) -> None:
         with self._timeline.span("update", step):
-            for table, lock, (signs, gradients) in zip(self.tables, self._locks, parts, strict=False):
+            for spec, table, lock, (signs, gradients) in zip(self._specs, self.tables, self._locks, parts, strict=False):
                 with lock:
-                    counts = table.update(signs, gradients)
+                    table.set_learning_rate(rate_at(spec.optimizer, step))
+                    counts = table.update(signs, gradients, draw=step + (rank << _RANK_SHIFT))
                     self._absent += counts.absent
 
     def _apply_with_all_ranks(self, number: int, rank: int, parts: list[tuple[Signs, Rows]]) -> None:
@@ -170,7 +182,7 @@ class ParameterServer:
             step.parts[rank] = parts
             if len(step.parts) == self._sync_ranks:
                 try:
-                    self._update(number, _merged([step.parts[r] for r in sorted(step.parts)]))
+                    self._update(_merged([step.parts[r] for r in sorted(step.parts)]), step=number, rank=0)
                 except Exception as error:  # noqa: BLE001 - every rank must learn of it, not only the one that came last
                     step.failure = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
                 step.applied = True

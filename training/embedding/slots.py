@@ -1,7 +1,7 @@
 """Which table, sign space and width every slot has: the resolved view of a configuration's embedding part.
 
 A *group* is a set of slots that share rows (most groups hold one slot). A *table* holds the rows of all groups with equal
-width, optimizer, initialiser and admission threshold; every parameter server holds a part of every table.
+width, optimizer, initialiser, row format and admission threshold; every parameter server holds a part of every table.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class TableSpec:
     min_count: int
     capacity_rows: int
     """Rows over all servers."""
+    row_dtype: str = "float32"
+    """How values are stored: float32, float16 or bfloat16. Optimizer state is float32 always."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,14 @@ def _resolve(config: Config) -> tuple[tuple[Slot, ...], tuple[TableSpec, ...]]:
         optimizer = own.optimizer or embedding.optimizer
         initializer = own.initializer or embedding.initializer
         min_count = own.min_count or embedding.min_count
-        key = repr((dim, optimizer, initializer, min_count))
+        row_dtype = own.row_dtype or embedding.row_dtype
+        key = repr((dim, optimizer, initializer, min_count, row_dtype))
         if key not in index:
             index[key] = len(specs)
             base = f"dim{dim}-{optimizer.name}"
             twins = sum(spec.name.split(".")[0] == base for spec in specs)
             name = base if not twins else f"{base}.{twins}"
-            specs.append(TableSpec(name, dim, optimizer, initializer, min_count, embedding.capacity_rows))
+            specs.append(TableSpec(name, dim, optimizer, initializer, min_count, embedding.capacity_rows, row_dtype))
         resolved.append(
             Slot(feature.name, group_of.get(feature.name, feature.name), index[key], dim, feature.multi_valued, feature.pooling)
         )

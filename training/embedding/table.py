@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,9 +20,12 @@ import numpy.typing as npt
 
 from training.embedding import kernels
 from training.embedding.dedup import read_only
+from training.embedding.first_values import INITIALIZERS
+from training.embedding.geometry import Geometry, Layout
 from training.embedding.hashing import GOLDEN, mix_reference
 from training.embedding.memory import Arena, available_bytes
-from training.embedding.optimizers import optimizer_entry
+from training.embedding.optimizers import RATE, optimizer_entry
+from training.embedding.precision import ROW_DTYPES, decoded
 from training.embedding.slots import TableSpec
 from training.embedding.snapshot import ArrayReader, ArrayWriter
 from training.errors import CapacityError, CheckpointError, ConfigError, TrainingError
@@ -29,15 +34,11 @@ Signs = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.float32]
 Keep = Callable[[Signs], npt.NDArray[np.bool_]]
 
-SLOTS_PER_ROW = 1.2
-"""At this room two choices of 7 ways lose 0.1 % of ``capacity_rows`` different signs before the table is full."""
-MAX_BLOCK_BUCKETS = 512
-"""Both buckets of a sign lie within one block: 32 KiB of index, and rows in few pages."""
-FILTER_BYTES_PER_SLOT = 4
 MAX_MIN_COUNT = 255
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+SIGNS_PER_THREAD = 8192
+"""A call is given to several threads if each gets this many signs: below, handing over costs more than it saves."""
 _PIECE_BUCKETS = 8192
-_INITIALIZERS = {"zeros": kernels.INIT_ZEROS, "uniform": kernels.INIT_UNIFORM, "normal": kernels.INIT_NORMAL}
 
 
 @dataclass(frozen=True)
@@ -62,39 +63,6 @@ class UpdateCounts:
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """Where a sign may stand. Snapshots restore exactly into equal geometry only."""
-
-    num_blocks: int
-    block_buckets: int
-    num_servers: int
-    """How many servers share the signs by ``dedup.route``; 0: this table may get any sign."""
-
-    @classmethod
-    def of(cls, capacity_rows: int, num_servers: int) -> Geometry:
-        """The smallest geometry with ``SLOTS_PER_ROW`` slots for each of the rows."""
-        buckets = max(2, -int(-capacity_rows * SLOTS_PER_ROW // kernels.WAYS))
-        num_blocks = -(-buckets // MAX_BLOCK_BUCKETS)
-        return cls(num_blocks, -(-buckets // num_blocks), num_servers)
-
-    @property
-    def num_buckets(self) -> int:
-        """Buckets of 7 slots."""
-        return self.num_blocks * self.block_buckets
-
-    @property
-    def num_slots(self) -> int:
-        """Rows that fit in if spread evenly."""
-        return self.num_buckets * kernels.WAYS
-
-    @property
-    def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64]:
-        """As the kernels take it. hash * num_servers spreads the hashes of one server's signs over all 64 bits, in order."""
-        multiplier = np.uint64(self.num_servers) if self.num_servers else GOLDEN
-        return multiplier, np.uint64(self.num_blocks), np.uint64(self.block_buckets)
-
-
-@dataclass(frozen=True)
 class _Arrays:
     index: Signs
     rows: Rows
@@ -111,9 +79,20 @@ class EmbeddingTable:
     Signs of a call are meant to be unique and in the order of ``dedup``; other orders give the same rows, slower, and a sign that
     stands twice in an update is updated twice. Any 64-bit sign is a sign. Results depend on the sequence of calls only.
     Gradients must be finite: a NaN goes into its row.
+    With ``crew`` large calls are shared by ``threads`` threads, each in blocks of its own; results are the same.
     """
 
-    def __init__(self, spec: TableSpec, geometry: Geometry, arena: Arena, *, capacity_rows: int, seed: int) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        geometry: Geometry,
+        arena: Arena,
+        *,
+        capacity_rows: int,
+        seed: int,
+        crew: Executor | None = None,
+        threads: int = 1,
+    ) -> None:
         self.dim = spec.dim
         self.capacity_rows = capacity_rows
         self.geometry = geometry
@@ -123,19 +102,33 @@ class EmbeddingTable:
         self._spec = spec
         self._arena: Arena | None = arena
         self._entry = optimizer_entry(spec.optimizer)
-        self._stride = spec.dim * (1 + self._entry.buffers)
+        self._value_dtype, itemsize = ROW_DTYPES[spec.row_dtype]
+        self._layout = Layout(spec.dim, itemsize, self._entry.buffers)
+        self._crew = crew
+        self._threads = threads if crew is not None else 1
         self._settings = self._entry.settings(spec.optimizer)
         mixed_seed = mix_reference(np.array([seed % 2**64], np.uint64) + GOLDEN)[0]
         scale, state = np.float64(spec.initializer.scale), np.float32(self._entry.start(spec.optimizer))
-        self._initial = (mixed_seed, _INITIALIZERS[spec.initializer.kind], scale, state)
-        self._slots = np.empty(0, np.int64)
+        self._initial = (mixed_seed, INITIALIZERS[spec.initializer.kind], scale, state)
+        self._slots = np.empty(2, np.int64)
+        kernels.prepare((self._open().index, *geometry.arguments), self._slots)
 
     @classmethod
-    def create(cls, spec: TableSpec, *, capacity_rows: int, seed: int, num_servers: int | None = None) -> EmbeddingTable:
+    def create(
+        cls,
+        spec: TableSpec,
+        *,
+        capacity_rows: int,
+        seed: int,
+        num_servers: int | None = None,
+        crew: Executor | None = None,
+        threads: int = 1,
+    ) -> EmbeddingTable:
         """A table with room for ``capacity_rows`` rows, its memory allocated and touched.
 
         ``num_servers`` says that this table gets one server's share of signs by ``dedup.route`` over so many servers; look-ups in the
         order of ``dedup`` then walk through memory in one direction. None: signs may be any.
+        ``crew`` runs parts of large calls, at most ``threads`` - 1 at a time beside the caller.
         Raises ``CapacityError`` if memory cannot hold it, ``ConfigError`` for a min_count beyond 255.
         """
         if capacity_rows < 1:
@@ -154,7 +147,7 @@ class EmbeddingTable:
             arena = Arena.allocate(shapes)
         except (OSError, ValueError, OverflowError) as error:
             raise CapacityError(f"{_too_large(spec, capacity_rows, needed, available)} ({error})") from error
-        return cls(spec, geometry, arena, capacity_rows=capacity_rows, seed=seed)
+        return cls(spec, geometry, arena, capacity_rows=capacity_rows, seed=seed, crew=crew, threads=threads)
 
     def __enter__(self) -> EmbeddingTable:
         return self
@@ -181,11 +174,11 @@ class EmbeddingTable:
     @property
     def learning_rate(self) -> float:
         """The rate of the next update."""
-        return float(self._settings[0])
+        return float(self._settings[RATE])
 
     def set_learning_rate(self, value: float) -> None:
         """Change the step size of later updates. It is not part of a snapshot."""
-        self._settings[0] = value
+        self._settings[RATE] = value
 
     def lookup(self, signs: Signs, out: Rows, *, insert: bool) -> LookupCounts:
         """Write the values of ``signs`` [U] to ``out`` float32 [U, dim] (C-contiguous); zeros where there is no row.
@@ -200,28 +193,61 @@ class EmbeddingTable:
         _check(out, "out", np.float32, (len(signs), self.dim))
         if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
             raise ValueError("out must be C-contiguous, aligned and writable")
-        signs = read_only(signs)
-        slots, flat = self._slots_for(len(signs)), out.reshape(-1)
-        where = (arrays.index, *self.geometry.arguments)
+        signs, flat, values, slots = read_only(signs), out.reshape(-1), self._values(arrays), self._slots_for(len(signs))
+        where, layout, dim = (arrays.index, *self.geometry.arguments), self._layout.arguments, self.dim
         if not insert:
-            return LookupCounts(kernels.read(where, arrays.rows, self._stride, self.dim, signs, slots, flat), 0, 0, 0)
+
+            def read(a: int, b: int) -> tuple[int, ...]:
+                return (kernels.read(where, values, arrays.rows, layout, signs[a:b], slots[a:b], flat[a * dim : b * dim]),)
+
+            return LookupCounts(self._shared(where, signs, read)[0], 0, 0, 0)
         admission = (arrays.counters, self._spec.min_count)
-        layout = (arrays.rows, arrays.scalars, self._stride, self.dim)
-        counts = LookupCounts(*kernels.read_or_insert(where, *admission, *layout, signs, slots, flat, *self._initial))
+
+        def read_or_insert(a: int, b: int) -> tuple[int, ...]:
+            into = flat[a * dim : b * dim]
+            counts: tuple[int, ...] = kernels.read_or_insert(
+                where, admission, values, arrays.rows, arrays.scalars, layout, signs[a:b], slots[a:b], into, self._initial
+            )
+            return counts
+
+        counts = LookupCounts(*self._shared(where, signs, read_or_insert))
         self.rows += counts.inserted - counts.evicted
         self.evicted_total += counts.evicted
         self._fade(arrays.counters, counts)
         return counts
 
-    def update(self, signs: Signs, gradients: Rows) -> UpdateCounts:
-        """Apply ``gradients`` float32 [U, dim] to the rows of ``signs`` [U]. Absent signs are skipped; no other row changes."""
+    def update(self, signs: Signs, gradients: Rows, *, draw: int = 0) -> UpdateCounts:
+        """Apply ``gradients`` float32 [U, dim] to the rows of ``signs`` [U]. Absent signs are skipped; no other row changes.
+
+        ``draw`` numbers the update: with the sign it decides how rows of 16 bits are rounded.
+        """
         arrays = self._open()
         _check(signs, "signs", np.uint64, (len(signs),))
         _check(gradients, "gradients", np.float32, (len(signs), self.dim))
-        slots = self._slots_for(len(signs))
-        where, flat = (arrays.index, *self.geometry.arguments), read_only(gradients).reshape(-1)
-        applied = self._entry.kernel(where, arrays.rows, arrays.scalars, self.dim, read_only(signs), slots, flat, self._settings)
+        signs, flat, slots = read_only(signs), read_only(gradients).reshape(-1), self._slots_for(len(signs))
+        where, tables, dim = (arrays.index, *self.geometry.arguments), (self._values(arrays), arrays.rows, arrays.scalars), self.dim
+        options = (self._spec.optimizer.weight_decay or None, self._spec.optimizer.clip_norm, np.uint64(draw % 2**64))
+
+        def apply(a: int, b: int) -> tuple[int, ...]:
+            part = flat[a * dim : b * dim]
+            return (self._entry.kernel(where, tables, self._layout.arguments, signs[a:b], slots[a:b], part, self._settings, options),)
+
+        (applied,) = self._shared(where, signs, apply)
         return UpdateCounts(applied, len(signs) - applied)
+
+    def _shared(self, where: Any, signs: Signs, work: Callable[[int, int], tuple[int, ...]]) -> tuple[int, ...]:
+        """Sum of what ``work`` returns for ranges of the signs: of all, or one per thread where no two share a block."""
+        parts = min(self._threads, len(signs) // SIGNS_PER_THREAD)
+        bounds = np.empty(max(parts, 1) + 1, np.int64)
+        if self._crew is None or parts < 2 or not kernels.split(where, signs, bounds):
+            return work(0, len(signs))
+        others = [self._crew.submit(work, int(a), int(b)) for a, b in pairwise(bounds[1:])]
+        try:
+            counts = [work(0, int(bounds[1]))]
+        finally:  # Nothing may still write when this call ends.
+            wait(others)
+        counts += [other.result() for other in others]
+        return tuple(sum(column) for column in zip(*counts, strict=True))
 
     def sample(self, count: int) -> tuple[Signs, Rows]:
         """Up to ``count`` rows, evenly spread over the table: signs [C], values [C, dim]."""
@@ -234,7 +260,7 @@ class EmbeddingTable:
             signs[low:high] = piece_signs[picks[low:high] - first]
             slots[low:high] = piece_slots[picks[low:high] - first]
             first += len(piece_signs)
-        return signs, arrays.rows.reshape(-1, self._stride)[slots, : self.dim]
+        return signs, decoded(self._values(arrays).reshape(self.geometry.num_slots, -1)[slots, : self.dim])
 
     def snapshot(self, directory: Path) -> dict[str, Any]:
         """Write signs, slots, recency, rows with state, scalars and admission counters as .npy files into an existing directory.
@@ -246,7 +272,7 @@ class EmbeddingTable:
             "signs": ((self.rows,), np.uint64),
             "slots": ((self.rows,), np.int64),
             "recency": ((self.rows,), np.uint8),
-            "rows": ((self.rows, self._stride), np.float32),
+            "rows": ((self.rows, self._layout.stride), np.float32 if self._spec.row_dtype == "float32" else np.uint32),
             "scalars": ((self.rows if self._entry.scalar else 0,), np.float32),
             "counters": ((len(arrays.counters),), np.uint8),
         }
@@ -298,10 +324,21 @@ class EmbeddingTable:
             self._slots = np.empty(count, np.int64)
         return self._slots[:count]
 
+    def _values(self, arrays: _Arrays) -> npt.NDArray[Any]:
+        """The rows' memory in the type of their values."""
+        return arrays.rows.view(self._value_dtype)
+
     def _identity(self) -> dict[str, Any]:
         optimizer = self._spec.optimizer
         shape = [self.geometry.num_blocks, self.geometry.block_buckets, self.geometry.num_servers, self._spec.min_count > 1]
-        return {"dim": self.dim, "optimizer": optimizer.name, "stride": self._stride, "scalar": self._entry.scalar, "geometry": shape}
+        return {
+            "dim": self.dim,
+            "row_dtype": self._spec.row_dtype,
+            "optimizer": optimizer.name,
+            "stride": self._layout.stride,
+            "scalar": self._entry.scalar,
+            "geometry": shape,
+        }
 
     def _check_identity(self, directory: Path, meta: dict[str, Any]) -> None:
         if meta.get("format_version") != FORMAT_VERSION:
@@ -329,11 +366,11 @@ class EmbeddingTable:
             return
         if name == "scalars" and not self._entry.scalar:
             return
-        rows = arrays.rows.reshape(-1, self._stride)
+        rows = arrays.rows.view(np.uint32).reshape(-1, self._layout.stride)
         for signs, slots, recency in self._occupied(arrays):
             match name:
                 case "rows":
-                    yield rows[slots]
+                    yield rows[slots].view(np.float32) if self._spec.row_dtype == "float32" else rows[slots]
                 case "scalars":
                     yield arrays.scalars[slots]
                 case _:
@@ -346,7 +383,7 @@ class EmbeddingTable:
         kernels.place_exactly(arrays.index, signs, slots, recency)
         first = 0
         for piece in files["rows"].pieces(_PIECE_BUCKETS * kernels.WAYS):
-            kernels.copy_rows(read_only(piece).reshape(-1), arrays.rows, self._stride, slots[first : first + len(piece)])
+            self._copy(piece, arrays.rows, self._layout.stride, slots[first : first + len(piece)])
             first += len(piece)
         if self._entry.scalar:
             arrays.scalars[slots] = files["scalars"].all()
@@ -368,29 +405,31 @@ class EmbeddingTable:
             slots = np.empty(len(piece), np.int64)
             _, inserted, _, evicted = self._insert_without_values(arrays, signs[piece], slots)
             self.rows += inserted - evicted
-            kernels.copy_rows(read_only(rows[piece]).reshape(-1), arrays.rows, self._stride, slots)
+            self._copy(rows[piece], arrays.rows, self._layout.stride, slots)
             if self._entry.scalar:
-                kernels.copy_rows(read_only(scalars[piece]), arrays.scalars, 1, slots)
+                self._copy(scalars[piece], arrays.scalars, 1, slots)
         return self.rows - before
 
     def _insert_without_values(self, arrays: _Arrays, signs: Signs, slots: npt.NDArray[np.int64]) -> tuple[int, int, int, int]:
-        where, nothing = (arrays.index, *self.geometry.arguments), arrays.rows[:0]
-        counts = kernels.read_or_insert(
-            where, arrays.counters[:0], 1, arrays.rows, nothing, 0, 0, read_only(signs), slots, np.empty(0, np.float32), *self._initial
+        counts: tuple[int, int, int, int] = kernels.insert(
+            (arrays.index, *self.geometry.arguments), (arrays.counters[:0], 1), arrays.rows, read_only(signs), slots
         )
-        inserted_and_evicted: tuple[int, int, int, int] = counts
-        return inserted_and_evicted
+        return counts
+
+    @staticmethod
+    def _copy(source: npt.NDArray[Any], into: Rows, stride: int, slots: npt.NDArray[np.int64]) -> None:
+        kernels.copy_rows(read_only(source).reshape(-1).view(np.uint32), into.view(np.uint32), stride, slots)
 
 
 def _shapes(spec: TableSpec, geometry: Geometry) -> list[tuple[int, Any]]:
     """Length and dtype of the arrays of ``_Arrays``."""
     entry = optimizer_entry(spec.optimizer)
-    filter_bytes = -(-geometry.num_slots * FILTER_BYTES_PER_SLOT // kernels.FILTER_LINE) * kernels.FILTER_LINE
+    layout = Layout(spec.dim, ROW_DTYPES[spec.row_dtype][1], entry.buffers)
     return [
         (geometry.num_buckets * kernels.LINE, np.uint64),
-        (geometry.num_slots * spec.dim * (1 + entry.buffers), np.float32),
+        (geometry.num_slots * layout.stride, np.float32),
         (geometry.num_slots if entry.scalar else 0, np.float32),
-        (filter_bytes if spec.min_count > 1 else 0, np.uint8),
+        (geometry.filter_bytes if spec.min_count > 1 else 0, np.uint8),
     ]
 
 

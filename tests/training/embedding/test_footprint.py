@@ -13,16 +13,17 @@ from training.embedding.slots import TableSpec
 from training.embedding.table import EmbeddingTable
 
 
-def spec_of(optimizer, *, dim, min_count, capacity_rows):
+def spec_of(optimizer, *, dim, min_count, capacity_rows, row_dtype="float32"):
     momentum = 0.9 if optimizer == "momentum_sgd" else 0.0
     config = SparseOptimizerConfig.model_validate({"name": optimizer.removeprefix("momentum_"), "momentum": momentum})
-    return TableSpec("t", dim, config, InitializerConfig(), min_count, capacity_rows)
+    return TableSpec("t", dim, config, InitializerConfig(), min_count, capacity_rows, row_dtype)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("dim", "min_count", "capacity"), [(1, 1, 1), (16, 2, 20_000), (6, 3, 3001), (64, 1, 5000)])
-def test_the_planned_bytes_are_those_of_the_table(optimizer, dim, min_count, capacity):
-    spec = spec_of(optimizer, dim=dim, min_count=min_count, capacity_rows=capacity)
+@pytest.mark.parametrize("row_dtype", ["float32", "float16", "bfloat16"])
+def test_the_planned_bytes_are_those_of_the_table(optimizer, dim, min_count, capacity, row_dtype):
+    spec = spec_of(optimizer, dim=dim, min_count=min_count, capacity_rows=capacity, row_dtype=row_dtype)
     with EmbeddingTable.create(spec, capacity_rows=capacity, seed=0) as table:
         assert footprint.table_bytes(spec, capacity_rows=capacity, num_servers=1) == table.memory_bytes
 

@@ -54,6 +54,11 @@ CASES: dict[str, tuple[SparseOptimizerConfig, Maker]] = {
         SparseOptimizerConfig(name="rowwise_adagrad", learning_rate=0.1, initial_accumulator=0.1, weight_decay=0.02),
         lambda p: RowwiseAdagrad(p, 0.1, 1e-8, 0.02, 0.1),
     ),
+    "sgd clipped": (
+        SparseOptimizerConfig(name="sgd", learning_rate=0.1, weight_decay=0.02, clip_norm=0.5),
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.02),
+    ),
+    "adam clipped": (SparseOptimizerConfig(name="adam", learning_rate=0.01, clip_norm=0.3), lambda p: torch.optim.Adam(p, lr=0.01)),
     "adam": (SparseOptimizerConfig(name="adam", learning_rate=0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
     "adam settings": (
         SparseOptimizerConfig(name="adam", learning_rate=0.01, beta1=0.7, beta2=0.95, eps=1e-4, weight_decay=0.02),
@@ -81,7 +86,9 @@ def test_random_steps_equal_torch(name: str, dim: int) -> None:
             for parameter in parameters:
                 parameter.grad = None
             for row, gradient in zip(touched, gradients, strict=True):
-                parameters[row].grad = torch.from_numpy(gradient)
+                parameters[row].grad = torch.from_numpy(gradient.copy())
+                if config.clip_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(parameters[row], config.clip_norm)
             reference.step()
             table.update(signs[touched], gradients)
         table.lookup(signs, values, insert=False)

@@ -197,6 +197,18 @@ def test_more_than_255_slots_and_ids_up_to_the_last_do_not_alias(stack):
     assert len(np.unique(out, axis=0)) == 600
 
 
+def test_rows_step_with_the_rate_of_the_step_that_the_update_carries(stack):
+    sgd = SparseOptimizerConfig(name="sgd", learning_rate=1.0, schedule={"warmup_steps": 4})
+    cluster = Cluster(stack, [single("a")], [spec(optimizer=sgd, initializer=InitializerConfig(kind="zeros"))])
+    value = 0.0
+    for step, rate in ((0, 0.25), (2, 0.75), (1, 0.5), (9, 1.0)):
+        ids = cluster.put(step, [[5]], step=step)
+        cluster.look_up(step)
+        cluster.update(step, [[1.0, 1.0, 1.0]])
+        value -= rate
+        np.testing.assert_array_equal(cluster.rows(ids), np.full((1, 3), value, np.float32))
+
+
 def halves(cluster, ids, gradient):
     """One step in float16: the decoded output, and the rows after the update."""
     reply = cluster.worker.request(Message(Kind.LOOK_UP, {"ref": 1}))
