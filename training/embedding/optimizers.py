@@ -22,25 +22,10 @@ from training.embedding.hashing import mix
 from training.embedding.jit import inlined, kernel
 from training.embedding.kernels import begin, chunk_of, find
 from training.embedding.precision import load_values, store_values
-from training.embedding.simd import all8, load8, load_part, sqrt8, store8, store_part, sum8
+from training.embedding.simd import all8, load_lanes, sqrt8, store_lanes, sum8
 
 RATE, EPS = 0, 1
 """Places in ``settings``; EPS holds the momentum of SGD."""
-
-
-@inlined
-def _load(array: Any, index: Any, count: Any) -> Any:
-    if count >= 8:
-        return load8(array, index)
-    return load_part(array, index, count)
-
-
-@inlined
-def _store(array: Any, index: Any, value: Any, count: Any) -> None:
-    if count >= 8:
-        store8(array, index, value)
-    else:
-        store_part(array, index, value, count)
 
 
 @inlined
@@ -58,7 +43,7 @@ def _clip(gradients: Any, start: Any, dim: Any, limit: Any) -> Any:
         return None
     squares = all8(np.float32(0.0))
     for j in range(0, dim, 8):
-        gradient = _load(gradients, start + j, dim - j)
+        gradient = load_lanes(gradients, start + j, dim - j)
         squares = squares + gradient * gradient
     return all8(np.float32(min(1.0, limit / (np.sqrt(np.float64(sum8(squares))) + 1e-6))))
 
@@ -76,8 +61,8 @@ def _key(sign: Any, draw: Any) -> Any:
 @inlined
 def _clipped(gradients: Any, start: Any, count: Any, factor: Any) -> Any:
     if factor is None:
-        return _load(gradients, start, count)
-    return factor * _load(gradients, start, count)
+        return load_lanes(gradients, start, count)
+    return factor * load_lanes(gradients, start, count)
 
 
 @inlined
@@ -127,8 +112,8 @@ def _sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients
 def _momentum_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, constants: Any) -> None:
     rate, decay, momentum = constants
     value, gradient = _gradient(tables, gradients, row, j, count, decay)
-    buffer = momentum * _load(tables[1], row[1] + j, count) + gradient
-    _store(tables[1], row[1] + j, buffer, count)
+    buffer = momentum * load_lanes(tables[1], row[1] + j, count) + gradient
+    store_lanes(tables[1], row[1] + j, buffer, count)
     store_values(tables[0], row[0] + j, value + rate * buffer, count, row[4], j)
 
 
@@ -160,8 +145,8 @@ def _momentum_sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, 
 def _adagrad_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, constants: Any) -> None:
     rate, decay, eps = constants
     value, gradient = _gradient(tables, gradients, row, j, count, decay)
-    total = _load(tables[1], row[1] + j, count) + gradient * gradient
-    _store(tables[1], row[1] + j, total, count)
+    total = load_lanes(tables[1], row[1] + j, count) + gradient * gradient
+    store_lanes(tables[1], row[1] + j, total, count)
     store_values(tables[0], row[0] + j, value + rate * gradient / (sqrt8(total) + eps), count, row[4], j)
 
 
@@ -238,11 +223,11 @@ def _rowwise_adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: An
 def _adam_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, dim: Any, constants: Any) -> None:
     rate, root, decay, eps, fresh_1, keep_2, fresh_2 = constants
     value, gradient = _gradient(tables, gradients, row, j, count, decay)
-    mean = _load(tables[1], row[1] + j, count)
+    mean = load_lanes(tables[1], row[1] + j, count)
     mean = mean + fresh_1 * (gradient - mean)
-    second = keep_2 * _load(tables[1], row[1] + dim + j, count) + fresh_2 * gradient * gradient
-    _store(tables[1], row[1] + j, mean, count)
-    _store(tables[1], row[1] + dim + j, second, count)
+    second = keep_2 * load_lanes(tables[1], row[1] + dim + j, count) + fresh_2 * gradient * gradient
+    store_lanes(tables[1], row[1] + j, mean, count)
+    store_lanes(tables[1], row[1] + dim + j, second, count)
     store_values(tables[0], row[0] + j, value + rate * mean / (sqrt8(second) / root + eps), count, row[4], j)
 
 

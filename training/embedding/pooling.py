@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from training.embedding.jit import inlined, kernel
-from training.embedding.simd import LANES, all8, float32x8, load8, load_part, prefetch, store8, store_part
+from training.embedding.jit import kernel
+from training.embedding.simd import LANES, all8, float32x8, load8, load_lanes, prefetch, store8, store_lanes
 
 _AHEAD = 16
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
@@ -35,21 +35,6 @@ def load8_half(_typing: Any, array: Any, index: Any) -> Any:  # noqa: ARG001 - n
     return float32x8(array, types.int64), generate
 
 
-@inlined
-def _load(array: Any, index: Any, count: Any) -> Any:
-    if count >= 8:
-        return load8(array, index)
-    return load_part(array, index, count)
-
-
-@inlined
-def _store(array: Any, index: Any, value: Any, count: Any) -> None:
-    if count >= 8:
-        store8(array, index, value)
-    else:
-        store_part(array, index, value, count)
-
-
 @kernel
 def expand(rows_UD: Any, inverse: Any, columns: Any, out_NE: Any) -> None:
     """The S single-valued slots of a table: slot s of record n gets its id's row at columns[s]. inverse uint32 [N * S], columns int64 [S].
@@ -65,7 +50,7 @@ def expand(rows_UD: Any, inverse: Any, columns: Any, out_NE: Any) -> None:
                 prefetch(rows, np.int64(inverse[np.uint64(i + _AHEAD)]) * dim)
             base, to = np.int64(inverse[np.uint64(i)]) * dim, n * width + columns[s]
             for d in range(0, dim, 8):
-                _store(out, to + d, _load(rows, base + d, dim - d), dim - d)
+                store_lanes(out, to + d, load_lanes(rows, base + d, dim - d), dim - d)
 
 
 @kernel
@@ -79,8 +64,8 @@ def pool(rows_UD: Any, inverse: Any, offsets: Any, mean: Any, out_NE: Any, offse
         for d in range(0, dim, 8):
             total = all8(np.float32(0.0))
             for i in range(first, last):
-                total = total + _load(rows, np.int64(inverse[i]) * dim + d, dim - d)
-            _store(out, n * width + offset + d, total * weight, dim - d)
+                total = total + load_lanes(rows, np.int64(inverse[i]) * dim + d, dim - d)
+            store_lanes(out, n * width + offset + d, total * weight, dim - d)
 
 
 @kernel
@@ -95,7 +80,7 @@ def expand_backward(gradient_NE: Any, inverse: Any, columns: Any, out_UD: Any) -
                 prefetch(out, np.int64(inverse[np.uint64(i + _AHEAD)]) * dim)
             base, source = np.int64(inverse[np.uint64(i)]) * dim, n * width + columns[s]
             for d in range(0, dim, 8):
-                _store(out, base + d, _load(out, base + d, dim - d) + _load(gradient, source + d, dim - d), dim - d)
+                store_lanes(out, base + d, load_lanes(out, base + d, dim - d) + load_lanes(gradient, source + d, dim - d), dim - d)
 
 
 @kernel
@@ -125,5 +110,5 @@ def pool_backward(gradient_NE: Any, inverse: Any, offsets: Any, mean: Any, offse
         for i in range(first, last):
             base = np.int64(inverse[i]) * dim
             for d in range(0, dim, 8):
-                share = _load(gradient, n * width + offset + d, dim - d) * weight
-                _store(out, base + d, _load(out, base + d, dim - d) + share, dim - d)
+                share = load_lanes(gradient, n * width + offset + d, dim - d) * weight
+                store_lanes(out, base + d, load_lanes(out, base + d, dim - d) + share, dim - d)

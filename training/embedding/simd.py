@@ -19,6 +19,8 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, models, register_model
 
+from training.embedding.jit import inlined
+
 LANES = 8
 _I64 = ir.IntType(64)
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -231,3 +233,20 @@ def multiply_high(_typing: Any, a: Any, b: Any) -> Any:
         return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _I64)
 
     return types.uint64(types.uint64, types.uint64), generate
+
+
+@inlined
+def load_lanes(array: Any, index: Any, count: Any) -> Any:
+    """Up to eight values from ``index``: whole lanes where ``count`` allows, zeros beyond it."""
+    if count >= 8:
+        return load8(array, index)
+    return load_part(array, index, count)
+
+
+@inlined
+def store_lanes(array: Any, index: Any, value: Any, count: Any) -> None:
+    """The first ``count`` lanes, at most eight, to ``index``."""
+    if count >= 8:
+        store8(array, index, value)
+    else:
+        store_part(array, index, value, count)
