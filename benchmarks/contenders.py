@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CALM = {"OMP_WAIT_POLICY": "passive"}
+"""Threads that wait sleep, in every contender: where somebody else has a core for a moment, spinning cost 10x (2 cores, load 8)."""
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -37,7 +39,7 @@ class Contender:
         """Start ``python -m module``; ``python`` None is this interpreter. ``threads`` limits what OpenMP and numba use."""
         numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
         # Rows of the peers lie in huge pages like ours, where the allocator can ask for them.
-        environment = {**os.environ, **numbers, "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, **numbers, **CALM, "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": str(ROOT)}
         command = [python or sys.executable, "-m", module]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         return cls(name, subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **pipes))  # type: ignore[call-overload]

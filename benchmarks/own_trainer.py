@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
-from benchmarks.contenders import ROOT, ContenderError
+from benchmarks.contenders import CALM, ROOT, ContenderError
 from training import launcher
 from training.config_file import parse_config
 from training.job import Job
@@ -86,7 +86,7 @@ class OwnTrainer:
 
         def spawn(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
             command = ["benchmarks.roles" if word == "training.roles" else word for word in command]
-            environment = {**(options.pop("env", None) or os.environ), "SATRAP_BENCH": json.dumps(told), "PYTHONPATH": str(ROOT)}
+            environment = {**(options.pop("env", None) or os.environ), "SATRAP_BENCH": json.dumps(told), "PYTHONPATH": str(ROOT), **CALM}
             return popen(command, env=environment, cwd=ROOT, **options)
 
         with mock.patch.object(launcher.subprocess, "Popen", spawn):
