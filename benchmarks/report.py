@@ -20,7 +20,8 @@ Every figure below is a comparison made in one run: the contenders are processes
 ratio is taken within a round. Shown are medians with the lowest and highest round in brackets. A row **falls short** where the median
 misses its goal. Absolute rates of a virtual machine differ by a factor of two from hour to hour; ratios differ by a tenth or so.
 
-Measured on {cpu} ({vector}), {cores} cores, {memory_gib} GiB, Python {python}; size `{size}`.{missing} To repeat:
+Measured on {cpu} ({vector}), {cores} cores, {memory_gib} GiB, Python {python}; size `{size}`; load average at the end of the
+parts up to {load} (this program alone makes 2 to 3: what is beyond that is others').{missing} To repeat:
 
 ```
 make bench-peers  # once: FBGEMM and TorchRec in an environment of their own
@@ -61,7 +62,8 @@ return sends and updates every row once. One thread.""",
         "Training a DLRM",
         """13 dense features, 26 slots, bottom 512-256-16, dot interaction, top 512-256-1, Adam for the dense network, row-wise Adagrad for
 rows where it exists. Ours runs its real processes: loader, embedding worker, parameter server and one rank. All use this machine's cores;
-losses after as many steps: {losses}.
+losses after as many steps: {losses}. So early in training, staleness keeps mode hybrid some steps behind; in mode
+sync the trainer's losses are those of FBGEMM to the third decimal.
 
 CPU milliseconds per step by role: {cpu}.
 
@@ -114,7 +116,10 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> Path:
     missing = {name: why for result in found.values() for name, why in result.missing.items()}
     absent = "".join(f" {name} did not take part: {why}." for name, why in missing.items())
     sizes = "/".join(sorted({result.size for result in found.values()}))
-    parts = [HEAD.format(**described, size=sizes, missing=absent), _goals(rows, found)]
+    parts = [
+        HEAD.format(**{**described, "load": max(machine["load"] for _, machine in loaded)}, size=sizes, missing=absent),
+        _goals(rows, found),
+    ]
     parts += [_section(name, [row for row in rows if row.section == name], found) for name in SECTIONS]
     memory = found["rows"].figures["memory"] if "rows" in found else []
     parts.append(_memory(memory) if memory else "")

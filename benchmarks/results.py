@@ -104,7 +104,14 @@ def machine() -> dict[str, Any]:
             memory = round(int(line.split()[1]) / 2**20)
     flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "")
     vector = next((name for name in ("avx512f", "avx2", "asimd") if f" {name}" in flags), "")
-    return {"cpu": model, "vector": vector, "cores": os.cpu_count(), "memory_gib": memory, "python": platform.python_version()}
+    return {
+        "cpu": model,
+        "vector": vector,
+        "cores": os.cpu_count(),
+        "memory_gib": memory,
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0]),
+    }
 
 
 def _lines(path: str) -> list[str]:
