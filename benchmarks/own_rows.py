@@ -29,6 +29,9 @@ _FILL = 500_000
 _ELSEWHERE = 2**40
 """Row numbers from here on are in no batch."""
 
+ONE_SLOT = np.zeros(1, np.int64)
+"""Its first column."""
+
 
 def spec_of(optimizer: str, dim: int, rows: int) -> TableSpec:
     """The table all contenders have: rows start at zero, learning rate 0.02."""
@@ -126,7 +129,7 @@ class OwnRows:
         def forward(k: int) -> None:
             signs, inverse = dedup(batches[k % len(batches)])
             table.lookup(signs, rows[: len(signs)], insert=True)
-            expand(rows[: len(signs)], inverse, out, 0)
+            expand(rows[: len(signs)], inverse, ONE_SLOT, out)
 
         def backward(k: int) -> None:
             signs, inverse = kept[k % len(batches)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import tempfile
@@ -79,6 +80,7 @@ class OwnTrainer:
             config_json=parse_config(json.dumps(self._settings)).to_json(),
             data_dir=str(self._data_dir),
             output_dir=str(folder),
+            token=secrets.token_hex(16),
             rendezvous=str(folder),
             events=str(folder / "events.jsonl"),
         )

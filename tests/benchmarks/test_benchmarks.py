@@ -42,6 +42,7 @@ def test_the_trainer_loses_what_plain_torch_loses():
     assert all(row.ratio.median > 0 for row in result.rows)
 
 
+@pytest.mark.slow
 def test_staleness_stays_within_its_bound_when_the_server_is_far():
     result = end_to_end.measure(TINY, "delay")
     assert result.figures["delay_staleness"]["sync"] == 0
