@@ -62,8 +62,8 @@ return sends and updates every row once. One thread.""",
         "Training a DLRM",
         """13 dense features, 26 slots, bottom 512-256-16, dot interaction, top 512-256-1, Adam for the dense network, row-wise Adagrad for
 rows where it exists. Ours runs its real processes: loader, embedding worker, parameter server and one rank. All use this machine's cores;
-losses after as many steps: {losses}. So early in training, staleness keeps mode hybrid some steps behind; in mode
-sync the trainer's losses are those of FBGEMM to the third decimal.
+losses after as many steps: {losses}. So early in training, staleness keeps mode hybrid some steps behind (in one
+separate check, mode sync ended at 0.5790, FBGEMM at 0.5792 and hybrid at 0.5888).
 
 CPU milliseconds per step by role: {cpu}.
 
