@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The interpreter that has FBGEMM and TorchRec for benchmarks; without it they do not take part.
+PEERS := .venv-peers
+PEERS_PYTHON ?= $(PEERS)/bin/python
 CONFIG ?= examples/adult/satrap.yaml
 
-.PHONY: run test check format test-slow test-fault test-bounds bench lock clean
+.PHONY: run test check format test-slow test-fault test-bounds bench bench-peers lock clean
 .DEFAULT_GOAL := run
 
 run: $(READY)
@@ -35,9 +38,18 @@ test-bounds: $(READY)
 	  -k 'table_reference or optimizers or precision or dedup'
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.table
+	PEERS_PYTHON=$(PEERS_PYTHON) $(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.transport
 	$(BIN)/python -m benchmarks.quality examples/adult/satrap.yaml --set training.epochs=1
+
+# torchrec asks for the CUDA build of FBGEMM, hence --no-deps; these versions belong together, which nothing in their metadata says.
+bench-peers: $(PEERS)/.ready
+
+$(PEERS)/.ready: benchmarks/peers.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0
+	touch $@
 
 # The lock names every package with its version; pip adds to it only what the PyTorch build it finds brings along (CUDA's libraries).
 # This project itself comes without dependencies of its own: what the lock lacks pip check finds.
@@ -59,6 +71,6 @@ lock:
 	rm -rf build/lock
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.nb[ic]' -delete
