@@ -234,7 +234,8 @@ class RoleGroup:
 
     def _spawn(self, role: RoleName, index: int, job: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "training.roles", role, "--index", str(index), "--job", str(job), "--parent", str(os.getpid())]
-        environment = dict(os.environ)
+        # torch makes a cache directory at import, used or not; here it goes with the run.
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{self._job.rendezvous}/inductor"}
         if role != "nn_worker":
             environment |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
         with (self._logs / f"{role}-{index}.log").open("ab") as log:

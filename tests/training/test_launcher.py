@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,9 +142,7 @@ def test_a_stopped_launcher_leaves_no_process(clicks_yaml, clicks_data, tmp_path
     alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)[1]
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     if number == signal.SIGKILL:  # Nobody was left to remove it; `satrap` does so when it releases the run.
-        for path in Path(json.loads((folder / "roles.json").read_text())["rendezvous"]).iterdir():
-            path.unlink()
-        Path(json.loads((folder / "roles.json").read_text())["rendezvous"]).rmdir()
+        shutil.rmtree(json.loads((folder / "roles.json").read_text())["rendezvous"])
 
 
 def nobody_but_the_owner_can_join(rendezvous):
