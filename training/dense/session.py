@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from training.board import Board
-from training.checkpoint import CheckpointManifest, check_resumable, check_warm_startable
+from training.checkpoint import CheckpointManifest
 from training.data.manifest import Manifest
 from training.data.shards import ShardReader
 from training.dense.feeder import Feeder, FeederSettings
@@ -28,11 +28,13 @@ BOUNDARY_SECONDS = 24 * 3600.0
 
 
 def train_rank(job: Job, rank: int, rendezvous: Rendezvous) -> None:
-    """Run one rank to its end. Rank 0 leaves ``result.json`` in the rendezvous directory: the checkpoint, metrics and steps."""
+    """Run one rank to its end. Rank 0 leaves ``result.json`` in the rendezvous directory: the checkpoint, metrics and steps.
+
+    Whoever wrote the job has checked that its checkpoint is whole and fits.
+    """
     config, manifest = job.config, Manifest.load(Path(job.data_dir))
     torch.set_num_threads(config.training.dense_threads or max(1, (usable_cores() - 1) // config.training.roles.nn_worker))
     torch.set_num_interop_threads(1)
-    _check_start(job, manifest)
     try:
         with ExitStack() as stack:
             if config.training.roles.nn_worker > 1:
@@ -51,13 +53,6 @@ def train_rank(job: Job, rank: int, rendezvous: Rendezvous) -> None:
         if "Connection" in str(error) or "gloo" in str(error).lower() or "timed out" in str(error).lower():
             raise TrainingError("another nn_worker rank is gone or hangs; see the logs of the others") from error
         raise
-
-
-def _check_start(job: Job, manifest: Manifest) -> None:
-    if job.resume:
-        check_resumable(Path(job.resume), job.config, fingerprint=manifest.fingerprint)
-    if job.warm_start:
-        check_warm_startable(Path(job.warm_start), job.config, feature_digest=manifest.feature_digest)
 
 
 def _opened(job: Job, rank: int, rendezvous: Rendezvous, manifest: Manifest, stack: ExitStack) -> NNWorker:

@@ -75,7 +75,6 @@ class ParameterServer:
         self._scratch = Scratch()
         self._arrived = threading.Condition()
         self._absent = 0
-        self._inserted = 0
         self._stack = ExitStack()
 
     @classmethod
@@ -143,8 +142,7 @@ class ParameterServer:
             shape, full = (len(signs), table.dim), self._wire_dtype == np.float32
             rows = message.array(shape, np.float32) if full else self._scratch.array("rows", shape, np.float32)
             with span("look_up", step), lock:
-                counts = table.lookup(signs, rows, insert=insert)
-                self._inserted += counts.inserted
+                table.lookup(signs, rows, insert=insert)
             with span("encode", step):
                 block, scale = (rows, 1.0) if full else encode(rows, self._wire_dtype, message.array(shape, self._wire_dtype))
             blocks.append(block)
@@ -233,7 +231,6 @@ class ParameterServer:
             },
             "phases": self._timeline.take(),
             "absent_updates": self._absent,
-            "inserted": self._inserted,
         }
 
     def _sample(self, meta: dict[str, Any]) -> Message:
