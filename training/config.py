@@ -4,7 +4,7 @@
 the value and the legal choices before anything starts. The resolved tree is stored with the run and in the checkpoint.
 
 Here are the whole and the sections of what follows training; ``training.config_data`` has those of the data, ``training.config_training``
-those of the model. All are imported from here.
+those of the model, ``training.config_cluster`` that of the machines. All are imported from here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from training.config_cluster import ClusterConfig, PoolConfig
 from training.config_data import (
     CategoricalFeature,
     DataConfig,
@@ -38,6 +39,7 @@ from training.config_training import (
 __all__ = [
     "SPLITS",
     "CategoricalFeature",
+    "ClusterConfig",
     "Config",
     "DataConfig",
     "DenseFeature",
@@ -47,6 +49,7 @@ __all__ = [
     "LabelConfig",
     "MetricName",
     "ModelConfig",
+    "PoolConfig",
     "ScheduleConfig",
     "SlotConfig",
     "SparseOptimizerConfig",
@@ -142,6 +145,7 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     validation: ValidationConfig = ValidationConfig()
+    cluster: ClusterConfig = ClusterConfig()
     output: OutputConfig = OutputConfig()
 
     @model_validator(mode="after")

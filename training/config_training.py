@@ -137,9 +137,9 @@ class DenseOptimizerConfig(Section):
 class RolesConfig(Section):
     """How many processes of each role."""
 
-    data_loader: PositiveInt = Field(1, le=64, description="Processes that read shards.")
-    embedding_worker: PositiveInt = Field(1, le=64, description="Processes that dedup, route and pool.")
-    nn_worker: PositiveInt = Field(1, le=64, description="Ranks of the dense network.")
+    data_loader: PositiveInt = Field(1, le=1024, description="Processes that read shards.")
+    embedding_worker: PositiveInt = Field(1, le=1024, description="Processes that dedup, route and pool.")
+    nn_worker: PositiveInt = Field(1, le=1024, description="Ranks of the dense network.")
     parameter_server: PositiveInt = Field(2, le=1024, description="Processes that hold rows.")
 
 

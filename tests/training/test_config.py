@@ -38,7 +38,7 @@ def problems(path, *overrides):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("trainin.epochs=2", ["trainin: unknown key; did you mean 'training'?", "legal here: data, embedding"]),
+        ("trainin.epochs=2", ["trainin: unknown key; did you mean 'training'?", "legal here: cluster, data, embedding"]),
         ("training.epoch=2", ["training.epoch: unknown key; did you mean 'epochs'?"]),
         ("training.epochs='2'", ["training.epochs: got '2', input should be a valid integer"]),
         ("training.epochs=0", ["training.epochs: got 0, input should be greater than 0"]),
@@ -117,7 +117,7 @@ def test_a_wrong_value_is_refused_with_its_path_and_the_legal_choices(write, ove
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "holds nothing; expected sections ['data', 'embedding'"),
+        ("", "holds nothing; expected sections ['cluster', 'data', 'embedding'"),
         ("- a\n- b\n", "holds list; expected sections"),
         ("a: [", "not valid YAML"),
         ("name: a\nname: b\n", "key 'name' is given twice"),
