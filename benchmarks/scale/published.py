@@ -22,6 +22,8 @@ DIM = 8
 MODES = ("sync", "hybrid", "async")
 NOTHING = {"rank_record_seconds": 20e-6, "worker_id_seconds": 0.5e-6, "jitter": 0.02}
 ROUNDS = 6
+OTHER_BATCHES = (1024, 2048, 8192)
+"""The published batch size is unknown: does the fit hang on ours?"""
 
 
 def scenario_of(calibrated: dict[str, float], **changed: Any) -> Scenario:
@@ -70,6 +72,7 @@ def main() -> None:
     """Calibrate on both cores and keep the result."""
     with ProcessPoolExecutor(2) as pool:
         result = calibrate(pool.map)
+        result["others"] = [calibrate(pool.map, batch=batch) for batch in OTHER_BATCHES]
     CALIBRATED.write_text(json.dumps({"command": "python -m benchmarks.scale calibrate", **result}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 

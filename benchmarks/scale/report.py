@@ -96,9 +96,13 @@ def _summary(found: Found) -> Found:
 
 
 def _fit(calibrated: Found) -> str:
-    lines = ["| quantity | value | governs |", "|---|---:|---|"]
+    fits = sorted([calibrated, *calibrated["others"]], key=lambda fit: fit["batch"])
+    lines = [f"| quantity | governs | {' | '.join(str(fit['batch']) for fit in fits)} |", f"|---|---|{'---:|' * len(fits)}"]
     for name, (unit, factor, governs) in FIT_FOR.items():
-        lines.append(f"| `{name}`: {unit} | {factor * calibrated['values'][name]:.3g} | {governs} |")
+        cells = [f"{factor * fit['values'][name]:.3g}" for fit in fits]
+        lines.append(f"| `{name}`: {unit} | {governs} | {' | '.join(cells)} |")
+    misses = [max(abs(fit["rates"][mode] / PUBLISHED_MODES[mode] - 1.0) for mode in MODES) for fit in fits]
+    lines.append(f"| largest miss of the three published rates | | {' | '.join(f'{miss:.1%}' for miss in misses)} |")
     return "\n".join(lines)
 
 
