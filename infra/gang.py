@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from training.config import Config, PoolConfig
 from training.errors import ConfigError
@@ -40,6 +40,11 @@ class RoleSpec:
     def short(self) -> str:
         """The role in names."""
         return SHORT[self.role]
+
+    @property
+    def node_labels(self) -> dict[str, str]:
+        """Label of the role's nodes, and the key and value of their NoSchedule taint: pods select the one and tolerate the other."""
+        return {ROLE: self.role}
 
     def indices(self, pod: int) -> range:
         """Indices of the role processes in a pod."""
@@ -96,9 +101,15 @@ def run_name(run_id: str) -> str:
     return f"{PREFIX}{name[: 40 - len(PREFIX)].rstrip('-')}"
 
 
+def expiry_of(labels: dict[str, str]) -> datetime | None:
+    """When the time of a resource is over, UTC, by its label; None without one that can be read."""
+    try:
+        return datetime.strptime(labels[EXPIRES], _EXPIRES_FORMAT).replace(tzinfo=UTC)
+    except (KeyError, ValueError):
+        return None
+
+
 def expired(labels: dict[str, str], now: datetime) -> bool:
     """Whether a resource's label says that its time is over. One with a label nobody can read is not ours to judge: false."""
-    try:
-        return datetime.strptime(labels[EXPIRES], _EXPIRES_FORMAT).replace(tzinfo=now.tzinfo) < now
-    except (KeyError, ValueError):
-        return False
+    end = expiry_of(labels)
+    return end is not None and end < now

@@ -12,7 +12,8 @@ SatrapError
 │   ├── TransportError     a connection broke, a peer answered with an error or not in time
 │   ├── CapacityError      a table does not fit in memory
 │   └── CheckpointError    a checkpoint is missing, damaged or of another model
-└── RegistryError          the model registry refuses an operation
+├── RegistryError          the model registry refuses an operation
+└── ClusterError           a cloud refuses machines, loses them, or does not answer in time
 """
 
 from __future__ import annotations
@@ -78,3 +79,7 @@ class CheckpointError(TrainingError):
 
 class RegistryError(SatrapError):
     """The model registry refuses an operation."""
+
+
+class ClusterError(SatrapError):
+    """A cloud refused something, failed at it, or did not answer within its deadline."""
