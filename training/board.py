@@ -2,7 +2,8 @@
 
 Scalars: ``train/loss``, ``train/skipped_steps``, ``valid/<metric>``, ``throughput/samples_per_second``, ``staleness/mean|max``,
 ``latency_ms/<phase>`` of the rank, ``latency_ms/worker_<phase>``, ``latency_ms/server_<phase>``,
-``queue/ready_batches``, ``embedding/unique_ratio``, ``table_<name>/rows|evicted|fill``, ``learning_rate/dense|<table>``.
+``queue/ready_batches``, ``embedding/unique_ratio``, ``placement/dense_threads|server_threads``,
+``table_<name>/rows|evicted|fill``, ``learning_rate/dense|<table>``.
 Histogram: ``staleness/batches``. Curves: ``valid/pr``. HParams at the end. Projector: ``rows/<slot table>`` if asked for.
 """
 

@@ -196,10 +196,14 @@ class TrainingConfig(Section):
         0, description="Rows sampled into TensorBoard's embedding projector at the end; 0 for none."
     )
     dense_threads: PositiveInt | None = Field(
-        None, description="torch threads per nn_worker; cores minus one, shared by the ranks, when absent."
+        None,
+        description="torch threads per nn_worker. When absent: the ranks share all cores in mode sync; in the others the first steps try "
+        "some numbers and the fastest stays. The last bits of a result may depend on it.",
     )
-    server_threads: Annotated[int, Field(ge=1, le=256)] = Field(
-        1, description="Threads per parameter_server that share one large look-up or update. Results do not depend on it."
+    server_threads: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None,
+        description="Threads per parameter_server that share one large look-up or update; chosen like dense_threads when absent. "
+        "Results do not depend on it.",
     )
     start_timeout_seconds: PositiveFloat = Field(120.0, description="How long a role may take to come up.")
     request_timeout_seconds: PositiveFloat = Field(120.0, description="How long a peer may take to answer.")

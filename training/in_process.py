@@ -117,7 +117,6 @@ def _servers(
             num_servers=count,
             seed=training.seed,
             wire_dtype=training.wire_dtype,
-            threads=training.server_threads,
             timeline=timeline(name),
         )
         server = wrap(stack.enter_context(server))

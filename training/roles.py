@@ -64,7 +64,6 @@ def _run_parameter_server(job: Job, index: int) -> None:
             seed=training.seed,
             wire_dtype=training.wire_dtype,
             sync_ranks=training.roles.nn_worker if training.mode == "sync" else 0,
-            threads=training.server_threads,
             timeout_seconds=training.request_timeout_seconds,
             timeline=timeline,
         ) as server,

@@ -32,6 +32,7 @@ from training.data.manifest import Manifest
 from training.data.shards import ShardReader
 from training.dense.feeder import FedBatch, Feeder
 from training.dense.models import build_model, build_optimizer
+from training.dense.placement import PlacementSearch
 from training.embedding.embedding_worker import Ids
 from training.embedding.messages import Kind
 from training.embedding.schedule import rate_at
@@ -39,7 +40,7 @@ from training.embedding.slots import tables
 from training.embedding.transport import Connection, Message
 from training.errors import CheckpointError, SatrapError, TrainingError
 from training.events import EventLog
-from training.job import total_steps
+from training.job import total_steps, usable_cores
 from training.metrics import binary_metrics
 from training.profile import latencies
 
@@ -99,6 +100,7 @@ class NNWorker:
         self.model = build_model(config)
         self.optimizer = build_optimizer(config, self.model)
         self.network: nn.Module = self.model
+        self.placement = PlacementSearch.of(config.training, cores=usable_cores(), agree=self._mean)
         self._skipped_in_a_row = 0
         self._window = _Window()
 
@@ -109,9 +111,12 @@ class NNWorker:
         if self.world > 1 and self.training.mode != "async":
             self.network = DistributedDataParallel(self.model)
         self.network.train()
+        self._place()
         self._allow_to_boundary()
         while (batch := self.around.feeder.next()) is not None:
             self._step(batch)
+            if self.placement.step(time.perf_counter()):
+                self._place()
             if self.progress.step == self._boundary and self._at_boundary():
                 break
         return self._finish()
@@ -168,6 +173,28 @@ class NNWorker:
                     dist.all_reduce(tensor)
                     tensor /= self.world
 
+    def _place(self) -> None:
+        """Have this rank, and as rank 0 the servers, use the threads that the search wants now."""
+        search = self.placement
+        torch.set_num_threads(search.current.dense_threads)
+        if self.rank != 0:
+            return
+        for server in self.around.servers:
+            server.request(Message(Kind.THREADS, {"threads": search.current.server_threads}))
+        if search.done:
+            self.around.events.emit("note", stage="train", message=str(search))
+        if self.around.board is not None:
+            points = {f"placement/{name}": value for name, value in asdict(search.current).items()}
+            self.around.board.scalars(self.progress.step, points)
+
+    def _mean(self, seconds: float) -> float:
+        """Over all ranks."""
+        if self.world == 1:
+            return seconds
+        total = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total.item()) / self.world
+
     # ---- boundaries: evaluation and checkpoints, with nothing in flight
 
     def _allow_to_boundary(self) -> None:
@@ -200,6 +227,7 @@ class NNWorker:
             self._save()
         self._barrier()
         self._window.restart()
+        self.placement.interrupted()
         if not ending:
             self._allow_to_boundary()
         return stop
@@ -352,6 +380,9 @@ class NNWorker:
         self._count_skipped()
         best = self.progress.best_step if self.training.early_stopping else None
         result = self._checkpoint_of(self.progress.step if best is None else best)
+        if self.rank == 0 and not self.placement.done:
+            text = f"training ended {self.placement.steps_left} steps before it was measured how threads serve best"
+            self.around.events.emit("note", stage="train", message=f"{text}; set training.dense_threads and server_threads to skip that")
         if self.rank == 0 and self.around.board is not None:
             final = {**self.progress.metrics, "skipped_steps": float(self.progress.skipped_steps)}
             self.around.board.hyper_parameters(self.progress.step, self.config, final)

@@ -21,7 +21,7 @@ from training.embedding.messages import Kind
 from training.embedding.transport import Connection, Message
 from training.errors import CheckpointError, TrainingError
 from training.events import EventLog
-from training.job import Job, Rendezvous, usable_cores
+from training.job import Job, Rendezvous
 
 # How long an evaluation or a checkpoint may take. A role that hangs meanwhile is found by its missing heartbeat.
 BOUNDARY_SECONDS = 24 * 3600.0
@@ -33,7 +33,6 @@ def train_rank(job: Job, rank: int, rendezvous: Rendezvous) -> None:
     Whoever wrote the job has checked that its checkpoint is whole and fits.
     """
     config, manifest = job.config, Manifest.load(Path(job.data_dir))
-    torch.set_num_threads(config.training.dense_threads or max(1, (usable_cores() - 1) // config.training.roles.nn_worker))
     torch.set_num_interop_threads(1)
     try:
         with ExitStack() as stack:

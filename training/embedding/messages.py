@@ -57,3 +57,5 @@ class Kind(IntEnum):
     server's counters per table."""
     SAMPLE = 36
     """nn_worker rank 0 -> parameter_server. meta: table, count. Reply OK; arrays: signs [C], values [C, dim]."""
+    THREADS = 37
+    """nn_worker rank 0 -> parameter_server. meta: threads that share one large look-up or update from now on. Reply OK."""

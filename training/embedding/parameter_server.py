@@ -38,6 +38,8 @@ Rows = npt.NDArray[np.float32]
 # in three million.
 SPREAD = 5.0
 
+MAX_THREADS = 256
+
 _RANK_SHIFT = 48
 """Above the step in the number of an update, so that every rank's rounding is its own."""
 
@@ -92,13 +94,13 @@ class ParameterServer:
     ) -> ParameterServer:
         """Allocate this server's part of every table. ``sync_ranks`` is the number of ranks to merge in mode sync, 0 otherwise.
 
-        ``threads`` share large look-ups and updates; results do not depend on it.
+        ``threads`` (at most ``MAX_THREADS``) share large look-ups and updates; results do not depend on it.
 
         Raises ``CapacityError`` if memory cannot hold the tables.
         """
         with ExitStack() as stack:
             tables = []
-            crew = stack.enter_context(ThreadPoolExecutor(threads - 1, "table")) if threads > 1 else None
+            crew = stack.enter_context(ThreadPoolExecutor(MAX_THREADS, "table"))  # It starts a thread when one is needed.
             for spec in specs:
                 mean = -(-spec.capacity_rows // num_servers)
                 capacity = mean + int(SPREAD * math.sqrt(mean)) if num_servers > 1 else mean
@@ -133,6 +135,8 @@ class ParameterServer:
                 return Message(Kind.OK, self._statistics())
             case Kind.SAMPLE:
                 return self._sample(message.meta)
+            case Kind.THREADS:
+                return self._share(int(message.meta["threads"]))
         raise TransportError(f"a parameter_server does not answer {message.kind.name}")
 
     def _rows_of(self, message: Message) -> Message:
@@ -232,6 +236,14 @@ class ParameterServer:
             "phases": self._timeline.take(),
             "absent_updates": self._absent,
         }
+
+    def _share(self, threads: int) -> Message:
+        if not 1 <= threads <= MAX_THREADS:
+            raise TransportError(f"a parameter_server uses 1 to {MAX_THREADS} threads, not {threads}")
+        for table, lock in zip(self.tables, self._locks, strict=True):
+            with lock:
+                table.threads = threads
+        return Message(Kind.OK)
 
     def _sample(self, meta: dict[str, Any]) -> Message:
         table = int(meta["table"])

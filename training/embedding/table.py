@@ -105,7 +105,8 @@ class EmbeddingTable:
         self._value_dtype, itemsize = ROW_DTYPES[spec.row_dtype]
         self._layout = Layout(spec.dim, itemsize, self._entry.buffers)
         self._crew = crew
-        self._threads = threads if crew is not None else 1
+        self.threads = threads
+        """That share a large call; may be changed between calls. One without a crew."""
         self._settings = self._entry.settings(spec.optimizer)
         mixed_seed = mix_reference(np.array([seed % 2**64], np.uint64) + GOLDEN)[0]
         scale, state = np.float64(spec.initializer.scale), np.float32(self._entry.start(spec.optimizer))
@@ -237,7 +238,7 @@ class EmbeddingTable:
 
     def _shared(self, where: Any, signs: Signs, work: Callable[[int, int], tuple[int, ...]]) -> tuple[int, ...]:
         """Sum of what ``work`` returns for ranges of the signs: of all, or one per thread where no two share a block."""
-        parts = min(self._threads, len(signs) // SIGNS_PER_THREAD)
+        parts = min(self.threads, len(signs) // SIGNS_PER_THREAD)
         bounds = np.empty(max(parts, 1) + 1, np.int64)
         if self._crew is None or parts < 2 or not kernels.split(where, signs, bounds):
             return work(0, len(signs))
