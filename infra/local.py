@@ -21,7 +21,7 @@ from training.events import read_events
 _LAST_STAGE = "register"
 """A run that did not come through it has failed, whatever an orchestrator says."""
 _OWN_STAGE = "release"
-_USABLE_SHARE = 0.8
+USABLE_SHARE = 0.8
 """Of the available memory; the rest is for the dense network, buffers and the machine itself."""
 _GIB = 1024.0**3
 
@@ -79,7 +79,7 @@ def provision(config: Config, run_dir: Path, *, machine: Machine | None = None) 
     """Check that the tables fit this machine; nothing has to be made ready here. Raises ``CapacityError`` with the numbers."""
     machine = machine or measure()
     roles = config.training.roles
-    capacity, usable = config.embedding.capacity_rows, int(machine.memory_bytes * _USABLE_SHARE)
+    capacity, usable = config.embedding.capacity_rows, int(machine.memory_bytes * USABLE_SHARE)
 
     def sizes(rows: int) -> dict[str, int]:
         return {spec.name: table_bytes(spec, capacity_rows=rows, num_servers=roles.parameter_server) for spec in tables(config)}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipelines import cli_stages
+from pipelines import cli_plan, cli_stages
 from pipelines.cli_options import CONFIG, ROOT, SET, writing
 from training.errors import ConfigError, SatrapError, os_error_text
 
@@ -175,7 +175,7 @@ def role(name: str, index: int, job: Path) -> None:
     sys.exit(run_role(name, index=index, job=job))
 
 
-for command in cli_stages.COMMANDS:
+for command in (cli_plan.plan, *cli_stages.COMMANDS):
     cli.add_command(command)
 
 

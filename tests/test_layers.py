@@ -15,11 +15,12 @@ FORBIDDEN = {
     "components": ("pipelines", "torch"),
     "pipelines": ("torch", "numba", "apache_beam"),
 }
-# infra knows only what is pure configuration, roles, errors and records of training.
+# infra knows only what is pure configuration, roles, errors, records and the look of reports of training.
 INFRA_MAY_KNOW = {
     "training.checkpoint",
     "training.config",
     "training.config_file",
+    "training.data.manifest",
     "training.embedding.footprint",
     "training.embedding.memory",
     "training.embedding.slots",
@@ -27,6 +28,7 @@ INFRA_MAY_KNOW = {
     "training.evaluation_record",
     "training.events",
     "training.job",
+    "training.report",
 }
 
 

@@ -24,6 +24,7 @@ HEAVY = {"torch", "apache_beam", "kfp", "numpy", "numba", "pyarrow", "pydantic",
 COMMANDS = {
     "run",
     "compile",
+    "plan",
     "profile",
     "preprocess",
     "validate",
