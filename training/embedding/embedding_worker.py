@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -93,6 +93,8 @@ class _Held:
     rank: int
     step: int
     looked_up: bool = False
+    places: list[int | None] = field(default_factory=list)
+    """Under which number each server remembers where it found the signs."""
 
 
 class EmbeddingWorker:
@@ -217,7 +219,9 @@ class EmbeddingWorker:
                 signs = [batch.unique[batch.part(s)] for batch in held.tables]
                 server.send(Message(Kind.ROWS_OF, {"insert": step >= 0, "step": step}, signs))
         with span("wait_rows", step):
-            return [server.receive() for server in servers]
+            replies = [server.receive() for server in servers]
+        held.places = [reply.meta["places"] for reply in replies]
+        return replies
 
     def _moved(self, held: _Held, replies: list[Message], message: Message) -> tuple[npt.NDArray[Any], float]:
         """The output in float16, from rows in float16: all get the smallest scale, then they are moved."""
@@ -300,8 +304,9 @@ class EmbeddingWorker:
                     block, scale = encode(own, self._wire_dtype, server.array(own.shape, self._wire_dtype))
                     arrays += [batch.unique[batch.part(s)], block]
                     scales.append(scale)
+            meta = {"step": held.step, "rank": held.rank, "scales": scales, "places": held.places[s]}
             with span("push_send", held.step):
-                server.send(Message(Kind.APPLY, {"step": held.step, "rank": held.rank, "scales": scales}, arrays))
+                server.send(Message(Kind.APPLY, meta, arrays))
         with span("wait_applied", held.step):
             for server in servers:
                 server.receive()

@@ -14,6 +14,7 @@ vectorises), probe (to slots, asking for the rows), rows (gather or update). Chu
 slower (prototype). Branches on which bucket holds a sign would be mispredicted half the time (3x slower), and an ``if`` around a prefetch
 cost 2x: both are arithmetic.
 What the probe leaves in ``slots`` [U], per sign: >= 0 a slot; with the bit ``NEW`` one given in this call; ``ABSENT``.
+An update gets what its look-up left there and need not probe (``CHECK``, ``TRUST``): rows never move, they only go.
 Index and rows are each written in the order of the batch, so a row evicted within its own batch is read before its successor is written.
 """
 
@@ -34,8 +35,12 @@ LINE = 8
 AHEAD = 64
 CHUNK = 256
 ABSENT = -1
+SHORT = 16
+"""Rows of so many words, one line, are asked for as soon as found (1.2x); longer ones shortly before they are needed (1.3x to 2x)."""
 NEW = 1 << 62
 ROW = NEW - 1
+PROBE, CHECK, TRUST = 0, 1, 2
+"""What ``slots`` holds before ``find``: nothing; slots of an earlier look-up, whose rows may have gone; such slots, and none has gone."""
 FILTER_LINE = 64
 
 _FIRST_ORDER = np.uint64(0x6543210)
@@ -49,6 +54,7 @@ _NIBBLE = np.uint64(0xF)
 _OLDEST_SHIFT = np.uint64(24)
 _U0, _U1, _U3, _U4, _U7, _U8, _U10, _U24, _U32, _U512 = (np.uint64(n) for n in (0, 1, 3, 4, 7, 8, 10, 24, 32, 512))
 _ULINE, _UWAYS = np.uint64(LINE), np.uint64(WAYS)
+_UROW = np.uint64(ROW)
 _SIX_BITS = np.uint64(63)
 _LOW_24, _LOW_32 = np.uint64(2**24 - 1), np.uint64(2**32 - 1)
 
@@ -97,12 +103,23 @@ def _ask(index: Any, slots: Any, i: Any) -> None:
 
 
 @inlined
-def begin(where: Any, signs: Any, slots: Any, chunk: Any) -> None:
-    """Begin a call: its first chunk located and the first buckets asked for. ``slots`` is int64 [U], whatever it holds."""
+def begin(where: Any, signs: Any, slots: Any, chunk: Any, known: Any) -> None:
+    """Begin a call: its first chunk located and the first buckets asked for. ``slots`` is int64 [U] and holds what ``known`` says."""
     last = min(chunk, len(signs))
-    _locate(where, signs, slots, 0, last)
-    for i in range(min(AHEAD, last)):
-        _ask(where[0], slots, i)
+    if known == PROBE:
+        _locate(where, signs, slots, 0, last)
+        for i in range(min(AHEAD, last)):
+            _ask(where[0], slots, i)
+    elif known == CHECK:
+        for i in range(min(AHEAD, last)):
+            prefetch(where[0], _key_of(slots, i))
+
+
+@inlined
+def _key_of(slots: Any, i: Any) -> Any:
+    """Place in the index of the key of sign i's slot."""
+    slot = np.uint64(slots[np.uint64(i)]) & _UROW
+    return np.int64(slot + slot // _UWAYS)
 
 
 @inlined
@@ -154,6 +171,40 @@ def prepare(where, slots):
 
 
 @inlined
+def _slot_of(where: Any, sign: Any) -> Any:
+    """Slot of one sign, for the few that are not where they were."""
+    packed = _packed(where, sign)
+    one = np.uint64(packed >> 10)
+    two = np.uint64((packed >> 10) + (packed & 1023) - 512)
+    match = _match(where[0], sign, one, two)
+    if match == _U0:
+        return np.int64(ABSENT)
+    bucket, way = _located(match, one, two)
+    return np.int64(bucket * _UWAYS + way)
+
+
+@inlined
+def _find_again(where: Any, signs: Any, slots: Any, first: Any, last: Any, known: Any) -> Any:
+    """``find`` for signs that were looked up before: one line of index per sign, or none."""
+    index, n, found = where[0], len(signs), 0
+    for i in range(first, last):
+        before = slots[np.uint64(i)]
+        slot = before
+        if known == CHECK:
+            prefetch(index, _key_of(slots, min(i + AHEAD, n - 1)))
+            if slot >= 0 and index[np.uint64(_key_of(slots, i))] != signs[np.uint64(i)]:
+                slot = np.int64(ABSENT)
+        if slot < 0:
+            slot = _slot_of(where, signs[np.uint64(i)])
+        if slot >= 0:
+            slot &= ROW
+            found += 1
+        if slot != before:
+            slots[np.uint64(i)] = slot
+    return found
+
+
+@inlined
 def _ask_row(rows: Any, slot: Any, stride: Any, floats: Any) -> None:
     """Ask for the first ``floats`` words of a row, whose slot may have the bit ``NEW``."""
     base = (slot & ROW) * stride
@@ -164,13 +215,16 @@ def _ask_row(rows: Any, slot: Any, stride: Any, floats: Any) -> None:
 
 
 @inlined
-def find(where: Any, signs: Any, slots: Any, span: Any, view: Any) -> Any:
-    """Slots of signs[first:last] to ``slots``, ``ABSENT`` where there is none. Changes nothing. Returns how many were found.
+def find(where: Any, signs: Any, slots: Any, first: Any, chunk: Any, view: Any, known: Any) -> Any:
+    """Slots of the chunk of signs from ``first`` on to ``slots``, ``ABSENT`` where there is none. Returns how many were found.
 
-    ``span`` is (first, last, chunk); chunks must be taken in order. ``view`` is (rows, scalars, stride, floats): what to ask for.
+    Chunks must be taken in order; the signs may end before the chunk does, or begins. Changes nothing.
+    ``view`` is as in ``ask_ahead``. ``known`` is ``PROBE``, ``CHECK`` or ``TRUST``; the result is the same.
     """
-    index, (first, last, chunk), (rows, scalars, stride, floats) = where[0], span, view
-    n = len(signs)
+    index, n = where[0], len(signs)
+    last = min(first + chunk, n)
+    if known != PROBE:
+        return _find_again(where, signs, slots, first, last, known)
     _locate(where, signs, slots, last, min(last + chunk, n))
     found = 0
     for i in range(first, last):
@@ -182,12 +236,25 @@ def find(where: Any, signs: Any, slots: Any, span: Any, view: Any) -> Any:
         if match != _U0:
             bucket, way = _located(match, one, two)
             slot = np.int64(bucket * _UWAYS + way)
-            _ask_row(rows, slot, stride, floats)
-            if len(scalars) > 0:
-                prefetch(scalars, slot)
+            if view[3] <= SHORT:
+                _ask_row(view[0], slot, view[2], view[3])
             found += 1
         slots[np.uint64(i)] = slot
     return found
+
+
+@inlined
+def ask_ahead(slots: Any, i: Any, view: Any, known: Any) -> None:
+    """Ask for the row and the scalar of the sign ``AHEAD`` signs after sign i, as far as ``find`` has not.
+
+    ``view`` is (rows, scalars, stride, floats): the first ``floats`` words of a row are asked for, and a scalar where there are any.
+    """
+    rows, scalars, stride, floats = view
+    slot = max(slots[np.uint64(min(i + AHEAD, len(slots) - 1))], 0) & ROW
+    if floats > SHORT or known != PROBE:
+        _ask_row(rows, slot, stride, floats)
+    if len(scalars) > 0:
+        prefetch(scalars, slot)
 
 
 @inlined
@@ -231,14 +298,13 @@ def _place(index: Any, sign: Any, hashed: Any, one: Any, two: Any) -> Any:
 
 
 @inlined
-def _find_or_insert(where: Any, admission: Any, signs: Any, slots: Any, span: Any, view: Any) -> Any:
+def _find_or_insert(where: Any, admission: Any, signs: Any, slots: Any, first: Any, chunk: Any, view: Any) -> Any:
     """As ``find``, but new signs get a row once they were seen often enough, and recency is refreshed.
 
     ``admission`` is (counters, min_count). Returns (hits, inserted, refused, evicted).
     """
-    (index, _, num_blocks, _), (counters, min_count) = where, admission
-    (first, last, chunk), (rows, scalars, stride, floats) = span, view
-    n = len(signs)
+    (index, _, num_blocks, _), (counters, min_count), n = where, admission, len(signs)
+    last = min(first + chunk, n)
     _locate(where, signs, slots, last, min(last + chunk, n))
     hits, inserted, refused, evictions = 0, 0, 0, 0
     for i in range(first, last):
@@ -250,7 +316,6 @@ def _find_or_insert(where: Any, admission: Any, signs: Any, slots: Any, span: An
             bucket, way = _located(match, one, two)
             index[bucket * _ULINE + _UWAYS] = _touched(index[bucket * _ULINE + _UWAYS], way)
             slot = np.int64(bucket * _UWAYS + way)
-            _ask_row(rows, slot, stride, floats)
             hits += 1
         else:
             hashed = sign_hash(sign)
@@ -260,11 +325,10 @@ def _find_or_insert(where: Any, admission: Any, signs: Any, slots: Any, span: An
             else:
                 slot, evicted = _place(index, sign, hashed, one, two)
                 slot |= NEW
-                _ask_row(rows, slot, stride, stride)
-                if len(scalars) > 0:
-                    prefetch(scalars, slot & ROW)
                 inserted += 1
                 evictions += evicted
+        if view[3] <= SHORT and slot >= 0:
+            _ask_row(view[0], slot, view[2], view[3])
         slots[np.uint64(i)] = slot
     return hits, inserted, refused, evictions
 
@@ -293,12 +357,15 @@ def read(where, values, rows, layout, signs, slots, out):
     ``layout`` is (stride, width, head, dim): float32 words per row, values per row were it all values, words before the state, values.
     """
     stride, width, head, dim = layout
+    view = (rows, rows[:0], stride, head)
     n, found, chunk = len(signs), 0, chunk_of(stride)
-    begin(where, signs, slots, chunk)
-    for first in range(0, n, chunk):
-        last = min(first + chunk, n)
-        found += find(where, signs, slots, (first, last, chunk), (rows, rows[:0], stride, head))
-        for i in range(first, last):
+    begin(where, signs, slots, chunk, PROBE)
+    for first in range(-chunk, n, chunk):
+        found += find(where, signs, slots, first + chunk, chunk, view, PROBE)
+        for i in range(max(first, -AHEAD), min(first + chunk, n)):
+            ask_ahead(slots, i, view, PROBE)
+            if i < 0:
+                continue
             slot = slots[np.uint64(i)]
             if slot >= 0:
                 _copy_out(values, slot * width, dim, out, i * dim)
@@ -315,14 +382,17 @@ def read_or_insert(where, admission, values, rows, scalars, layout, signs, slots
     ``scalars`` is empty where the optimizer has none. Returns (hits, inserted, refused, evicted).
     """
     stride, width, head, dim = layout
+    view = (rows, rows[:0], stride, head)
     n, chunk = len(signs), chunk_of(stride)
     hits, inserted, refused, evicted = 0, 0, 0, 0
-    begin(where, signs, slots, chunk)
-    for first in range(0, n, chunk):
-        last = min(first + chunk, n)
-        counts = _find_or_insert(where, admission, signs, slots, (first, last, chunk), (rows, scalars, stride, head))
+    begin(where, signs, slots, chunk, PROBE)
+    for first in range(-chunk, n, chunk):
+        counts = _find_or_insert(where, admission, signs, slots, first + chunk, chunk, view)
         hits, inserted, refused, evicted = hits + counts[0], inserted + counts[1], refused + counts[2], evicted + counts[3]
-        for i in range(first, last):
+        for i in range(max(first, -AHEAD), min(first + chunk, n)):
+            ask_ahead(slots, i, view, PROBE)
+            if i < 0:
+                continue
             slot = slots[np.uint64(i)]
             if slot == ABSENT:
                 _zero(out, i * dim, dim)
@@ -342,12 +412,10 @@ def insert(where, admission, rows, signs, slots):
 
     Returns (hits, inserted, refused, evicted).
     """
-    n = len(signs)
     hits, inserted, evicted = 0, 0, 0
-    begin(where, signs, slots, CHUNK)
-    for first in range(0, n, CHUNK):
-        last = min(first + CHUNK, n)
-        counts = _find_or_insert(where, admission, signs, slots, (first, last, CHUNK), (rows, rows[:0], 0, 0))
+    begin(where, signs, slots, CHUNK, PROBE)
+    for first in range(0, len(signs), CHUNK):
+        counts = _find_or_insert(where, admission, signs, slots, first, CHUNK, (rows, rows[:0], 0, SHORT + 1))
         hits, inserted, evicted = hits + counts[0], inserted + counts[1], evicted + counts[3]
     return hits, inserted, 0, evicted
 

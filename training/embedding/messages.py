@@ -44,10 +44,11 @@ class Kind(IntEnum):
     ROWS_OF = 30
     """embedding_worker -> parameter_server. meta: insert, step (-1: evaluation). arrays: signs uint64 [U] per table. Reply ROWS."""
     ROWS = 31
-    """meta: scales [T]. arrays: rows [U, dim] per table."""
+    """meta: scales [T], places. arrays: rows [U, dim] per table. ``places`` is the number under which the server remembers for a while
+    where it found the signs, or None."""
     APPLY = 32
-    """embedding_worker -> parameter_server. meta: step, rank, scales [T]. arrays: signs [U], gradients [U, dim]
-    per table. Reply OK: applied."""
+    """embedding_worker -> parameter_server. meta: step, rank, scales [T], places (of the look-up of the same signs). arrays: signs [U],
+    gradients [U, dim] per table. Reply OK: applied."""
     SNAPSHOT = 33
     """nn_worker rank 0 -> parameter_server. meta: directory. Reply OK with the metas of the tables."""
     RESTORE = 34

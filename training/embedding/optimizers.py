@@ -20,7 +20,7 @@ import numpy.typing as npt
 from training.config import SparseOptimizerConfig
 from training.embedding.hashing import mix
 from training.embedding.jit import inlined, kernel
-from training.embedding.kernels import begin, chunk_of, find
+from training.embedding.kernels import AHEAD, ask_ahead, begin, chunk_of, find
 from training.embedding.precision import load_values, store_values
 from training.embedding.simd import all8, load_lanes, sqrt8, store_lanes, sum8
 
@@ -89,14 +89,17 @@ def _sgd_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, rate: 
 def _sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's SGD: p -= lr * (g + wd * p)."""
     (_, rows, scalars), (stride, width, _, dim) = tables, layout
-    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    decay, limit, draw, known = _lanes(options[0]), options[1], options[2], options[3]
     rate = all8(np.float32(-settings[RATE]))
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
-    begin(where, signs, slots, chunk)
-    for first in range(0, n, chunk):
-        last = min(first + chunk, n)
-        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars[:0], stride, stride))
-        for i in range(first, last):
+    view = (rows, scalars[:0], stride, stride)
+    begin(where, signs, slots, chunk, known)
+    for first in range(-chunk, n, chunk):
+        applied += find(where, signs, slots, first + chunk, chunk, view, known)
+        for i in range(max(first, -AHEAD), min(first + chunk, n)):
+            ask_ahead(slots, i, view, known)
+            if i < 0:
+                continue
             slot = slots[np.uint64(i)]
             if slot < 0:
                 continue
@@ -121,15 +124,18 @@ def _momentum_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, c
 def _momentum_sgd(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's SGD with momentum: buffer = momentum * buffer + (g + wd * p); p -= lr * buffer."""
     (_, rows, scalars), (stride, width, head, dim) = tables, layout
-    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    decay, limit, draw, known = _lanes(options[0]), options[1], options[2], options[3]
     rate = all8(np.float32(-settings[RATE]))
     constants = (rate, decay, all8(np.float32(settings[EPS])))
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
-    begin(where, signs, slots, chunk)
-    for first in range(0, n, chunk):
-        last = min(first + chunk, n)
-        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars[:0], stride, stride))
-        for i in range(first, last):
+    view = (rows, scalars[:0], stride, stride)
+    begin(where, signs, slots, chunk, known)
+    for first in range(-chunk, n, chunk):
+        applied += find(where, signs, slots, first + chunk, chunk, view, known)
+        for i in range(max(first, -AHEAD), min(first + chunk, n)):
+            ask_ahead(slots, i, view, known)
+            if i < 0:
+                continue
             slot = slots[np.uint64(i)]
             if slot < 0:
                 continue
@@ -154,15 +160,18 @@ def _adagrad_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, co
 def _adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Torch's Adagrad: g += wd * p; sum += g^2; p -= lr * g / (sqrt(sum) + eps)."""
     (_, rows, scalars), (stride, width, head, dim) = tables, layout
-    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    decay, limit, draw, known = _lanes(options[0]), options[1], options[2], options[3]
     rate = all8(np.float32(-settings[RATE]))
     constants = (rate, decay, all8(np.float32(settings[EPS])))
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
-    begin(where, signs, slots, chunk)
-    for first in range(0, n, chunk):
-        last = min(first + chunk, n)
-        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars[:0], stride, stride))
-        for i in range(first, last):
+    view = (rows, scalars[:0], stride, stride)
+    begin(where, signs, slots, chunk, known)
+    for first in range(-chunk, n, chunk):
+        applied += find(where, signs, slots, first + chunk, chunk, view, known)
+        for i in range(max(first, -AHEAD), min(first + chunk, n)):
+            ask_ahead(slots, i, view, known)
+            if i < 0:
+                continue
             slot = slots[np.uint64(i)]
             if slot < 0:
                 continue
@@ -191,15 +200,18 @@ def _rowwise_lanes(tables: Any, gradients: Any, row: Any, j: Any, count: Any, co
 def _rowwise_adagrad(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradients: Any, settings: Any, options: Any) -> Any:
     """Adagrad with one accumulator: g += wd * p; sum += mean(g^2) over the row; p -= lr * g / (sqrt(sum) + eps)."""
     (_, rows, scalars), (stride, width, _, dim) = tables, layout
-    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    decay, limit, draw, known = _lanes(options[0]), options[1], options[2], options[3]
     rate = np.float32(-settings[RATE])
     eps, share = np.float32(settings[EPS]), np.float32(1.0 / dim)
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
-    begin(where, signs, slots, chunk)
-    for first in range(0, n, chunk):
-        last = min(first + chunk, n)
-        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars, stride, stride))
-        for i in range(first, last):
+    view = (rows, scalars, stride, stride)
+    begin(where, signs, slots, chunk, known)
+    for first in range(-chunk, n, chunk):
+        applied += find(where, signs, slots, first + chunk, chunk, view, known)
+        for i in range(max(first, -AHEAD), min(first + chunk, n)):
+            ask_ahead(slots, i, view, known)
+            if i < 0:
+                continue
             slot = slots[np.uint64(i)]
             if slot < 0:
                 continue
@@ -238,17 +250,20 @@ def _adam(where: Any, tables: Any, layout: Any, signs: Any, slots: Any, gradient
     settings[4:] holds 1 - b1^t and sqrt(1 - b2^t) for t = 1, 2, ... until both are 1 in float32 or the list ends; later ones are computed.
     """
     (_, rows, scalars), (stride, width, head, dim) = tables, layout
-    decay, limit, draw = _lanes(options[0]), options[1], options[2]
+    decay, limit, draw, known = _lanes(options[0]), options[1], options[2], options[3]
     eps = all8(np.float32(settings[EPS]))
     beta_1, beta_2 = settings[2], settings[3]
     fresh_1, keep_2, fresh_2 = all8(np.float32(1.0 - beta_1)), all8(np.float32(beta_2)), all8(np.float32(1.0 - beta_2))
     listed = (len(settings) - 4) // 2
     n, applied, chunk, whole = len(signs), 0, chunk_of(stride), dim - dim % 8
-    begin(where, signs, slots, chunk)
-    for first in range(0, n, chunk):
-        last = min(first + chunk, n)
-        applied += find(where, signs, slots, (first, last, chunk), (rows, scalars, stride, stride))
-        for i in range(first, last):
+    view = (rows, scalars, stride, stride)
+    begin(where, signs, slots, chunk, known)
+    for first in range(-chunk, n, chunk):
+        applied += find(where, signs, slots, first + chunk, chunk, view, known)
+        for i in range(max(first, -AHEAD), min(first + chunk, n)):
+            ask_ahead(slots, i, view, known)
+            if i < 0:
+                continue
             slot = slots[np.uint64(i)]
             if slot < 0:
                 continue

@@ -24,6 +24,7 @@ from training.embedding.buffers import Scratch
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.dedup import dedup, server_of, sum_gradients
 from training.embedding.messages import Kind
+from training.embedding.places import BatchPlaces, KeptPlaces
 from training.embedding.schedule import rate_at
 from training.embedding.slots import TableSpec
 from training.embedding.table import EmbeddingTable
@@ -39,6 +40,9 @@ Rows = npt.NDArray[np.float32]
 SPREAD = 5.0
 
 MAX_THREADS = 256
+
+MAX_REFUSED = 0.1
+"""Beyond this share of signs without a row, places of a look-up do not help its update: those signs are searched for one by one."""
 
 _RANK_SHIFT = 48
 """Above the step in the number of an update, so that every rank's rounding is its own."""
@@ -75,6 +79,7 @@ class ParameterServer:
         self._locks = [threading.Lock() for _ in tables]
         self._steps: dict[int, _Step] = {}
         self._scratch = Scratch()
+        self.places = KeptPlaces()
         self._arrived = threading.Condition()
         self._absent = 0
         self._stack = ExitStack()
@@ -141,17 +146,21 @@ class ParameterServer:
 
     def _rows_of(self, message: Message) -> Message:
         insert, step, span = bool(message.meta["insert"]), int(message.meta["step"]), self._timeline.span
+        # Updates of several ranks are merged, and then have other signs.
+        places = self.places.new([len(signs) for signs in message.arrays]) if insert and self._sync_ranks <= 1 else None
         blocks, scales = [], []
-        for table, lock, signs in zip(self.tables, self._locks, message.arrays, strict=True):
+        for t, (table, lock, signs) in enumerate(zip(self.tables, self._locks, message.arrays, strict=True)):
             shape, full = (len(signs), table.dim), self._wire_dtype == np.float32
             rows = message.array(shape, np.float32) if full else self._scratch.array("rows", shape, np.float32)
             with span("look_up", step), lock:
-                table.lookup(signs, rows, insert=insert)
+                counts = table.lookup(signs, rows, insert=insert, places=places.of_table[t] if places else None)
+            if places and counts.refused > MAX_REFUSED * len(signs):
+                places.of_table[t] = None
             with span("encode", step):
                 block, scale = (rows, 1.0) if full else encode(rows, self._wire_dtype, message.array(shape, self._wire_dtype))
             blocks.append(block)
             scales.append(scale)
-        return Message(Kind.ROWS, {"scales": scales}, blocks)
+        return Message(Kind.ROWS, {"scales": scales, "places": self.places.keep(places) if places else None}, blocks)
 
     def _apply(self, message: Message) -> Message:
         arrays, scales = message.arrays, message.meta["scales"]
@@ -166,15 +175,20 @@ class ParameterServer:
         if self._sync_ranks > 1:
             self._apply_with_all_ranks(step, rank, parts)
         else:
-            self._update(parts, step=step, rank=rank)
+            places = self.places.take(message.meta["places"])
+            self._update(parts, places, step=step, rank=rank)
+            if places:
+                self.places.done(places)
         return Message(Kind.OK)
 
-    def _update(self, parts: list[tuple[Signs, Rows]], *, step: int, rank: int) -> None:
+    def _update(self, parts: list[tuple[Signs, Rows]], places: BatchPlaces | None, *, step: int, rank: int) -> None:
+        """``parts`` has signs and gradients of every table, or is empty."""
+        of_table = places.of_table if places else [None] * len(parts)
         with self._timeline.span("update", step):
-            for spec, table, lock, (signs, gradients) in zip(self._specs, self.tables, self._locks, parts, strict=False):
+            for spec, table, lock, (signs, gradients), known in zip(self._specs, self.tables, self._locks, parts, of_table, strict=False):
                 with lock:
                     table.set_learning_rate(rate_at(spec.optimizer, step))
-                    counts = table.update(signs, gradients, draw=step + (rank << _RANK_SHIFT))
+                    counts = table.update(signs, gradients, draw=step + (rank << _RANK_SHIFT), places=known)
                     self._absent += counts.absent
 
     def _apply_with_all_ranks(self, number: int, rank: int, parts: list[tuple[Signs, Rows]]) -> None:
@@ -184,7 +198,7 @@ class ParameterServer:
             step.parts[rank] = parts
             if len(step.parts) == self._sync_ranks:
                 try:
-                    self._update(_merged([step.parts[r] for r in sorted(step.parts)]), step=number, rank=0)
+                    self._update(_merged([step.parts[r] for r in sorted(step.parts)]), None, step=number, rank=0)
                 except Exception as error:  # noqa: BLE001 - every rank must learn of it, not only the one that came last
                     step.failure = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
                 step.applied = True

@@ -25,6 +25,7 @@ from training.embedding.geometry import Geometry, Layout
 from training.embedding.hashing import GOLDEN, mix_reference
 from training.embedding.memory import Arena, available_bytes
 from training.embedding.optimizers import RATE, optimizer_entry
+from training.embedding.places import Places
 from training.embedding.precision import ROW_DTYPES, decoded
 from training.embedding.slots import TableSpec
 from training.embedding.snapshot import ArrayReader, ArrayWriter
@@ -98,6 +99,8 @@ class EmbeddingTable:
         self.geometry = geometry
         self.rows = 0
         self.evicted_total = 0
+        self.version = 0
+        """Another one whenever a row may have gone from its place."""
         self._counted = 0
         self._spec = spec
         self._arena: Arena | None = arena
@@ -181,20 +184,22 @@ class EmbeddingTable:
         """Change the step size of later updates. It is not part of a snapshot."""
         self._settings[RATE] = value
 
-    def lookup(self, signs: Signs, out: Rows, *, insert: bool) -> LookupCounts:
+    def lookup(self, signs: Signs, out: Rows, *, insert: bool, places: Places | None = None) -> LookupCounts:
         """Write the values of ``signs`` [U] to ``out`` float32 [U, dim] (C-contiguous); zeros where there is no row.
 
         insert=True is a look-up of training: a sign without a row gets one at its min_count-th, taking the least recently used place of
         one of its two buckets if both are full; recency is refreshed. Counts towards min_count fade: they are halved after every
         num_slots * min_count / 2 look-ups of signs without a row. Now and then (< 10 %) a sign is taken for another and let in earlier.
-        insert=False changes nothing.
+        insert=False changes nothing. ``places`` is filled for the update of these signs.
         """
         arrays = self._open()
         _check(signs, "signs", np.uint64, (len(signs),))
         _check(out, "out", np.float32, (len(signs), self.dim))
         if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
             raise ValueError("out must be C-contiguous, aligned and writable")
-        signs, flat, values, slots = read_only(signs), out.reshape(-1), self._values(arrays), self._slots_for(len(signs))
+        signs, flat, values, slots = read_only(signs), out.reshape(-1), self._values(arrays), self._slots_for(signs, places)
+        if places is not None:
+            places.version = self.version
         where, layout, dim = (arrays.index, *self.geometry.arguments), self._layout.arguments, self.dim
         if not insert:
 
@@ -214,20 +219,23 @@ class EmbeddingTable:
         counts = LookupCounts(*self._shared(where, signs, read_or_insert))
         self.rows += counts.inserted - counts.evicted
         self.evicted_total += counts.evicted
+        self.version += counts.evicted
         self._fade(arrays.counters, counts)
         return counts
 
-    def update(self, signs: Signs, gradients: Rows, *, draw: int = 0) -> UpdateCounts:
+    def update(self, signs: Signs, gradients: Rows, *, draw: int = 0, places: Places | None = None) -> UpdateCounts:
         """Apply ``gradients`` float32 [U, dim] to the rows of ``signs`` [U]. Absent signs are skipped; no other row changes.
 
-        ``draw`` numbers the update: with the sign it decides how rows of 16 bits are rounded.
+        ``draw`` numbers the update: with the sign it decides how rows of 16 bits are rounded. ``places`` are those of a look-up of the
+        same signs in the same order; the result does not depend on it.
         """
         arrays = self._open()
         _check(signs, "signs", np.uint64, (len(signs),))
         _check(gradients, "gradients", np.float32, (len(signs), self.dim))
-        signs, flat, slots = read_only(signs), read_only(gradients).reshape(-1), self._slots_for(len(signs))
+        signs, flat, slots = read_only(signs), read_only(gradients).reshape(-1), self._slots_for(signs, places)
+        known = kernels.PROBE if places is None else kernels.TRUST if places.version == self.version else kernels.CHECK
         where, tables, dim = (arrays.index, *self.geometry.arguments), (self._values(arrays), arrays.rows, arrays.scalars), self.dim
-        options = (self._spec.optimizer.weight_decay or None, self._spec.optimizer.clip_norm, np.uint64(draw % 2**64))
+        options = (self._spec.optimizer.weight_decay or None, self._spec.optimizer.clip_norm, np.uint64(draw % 2**64), known)
 
         def apply(a: int, b: int) -> tuple[int, ...]:
             part = flat[a * dim : b * dim]
@@ -301,6 +309,7 @@ class EmbeddingTable:
         """
         arrays = self._open()
         self._check_identity(directory, meta)
+        self.version += 1
         files = {name: ArrayReader(directory / f"{name}.npy", file) for name, file in meta["files"].items()}
         if keep is None and self.rows == 0 and meta["geometry"] == self._identity()["geometry"]:
             self._restore_exactly(arrays, files, meta)
@@ -320,10 +329,13 @@ class EmbeddingTable:
             raise TrainingError(f"table {self._spec.name} is closed")
         return _Arrays(*self._arena.arrays)
 
-    def _slots_for(self, count: int) -> npt.NDArray[np.int64]:
-        if len(self._slots) < count:
-            self._slots = np.empty(count, np.int64)
-        return self._slots[:count]
+    def _slots_for(self, signs: Signs, places: Places | None) -> npt.NDArray[np.int64]:
+        if places is not None:
+            _check(places.slots, "places.slots", np.int64, (len(signs),))
+            return places.slots
+        if len(self._slots) < len(signs):
+            self._slots = np.empty(len(signs), np.int64)
+        return self._slots[: len(signs)]
 
     def _values(self, arrays: _Arrays) -> npt.NDArray[Any]:
         """The rows' memory in the type of their values."""
@@ -406,6 +418,7 @@ class EmbeddingTable:
             slots = np.empty(len(piece), np.int64)
             _, inserted, _, evicted = self._insert_without_values(arrays, signs[piece], slots)
             self.rows += inserted - evicted
+            self.version += evicted
             self._copy(rows[piece], arrays.rows, self._layout.stride, slots)
             if self._entry.scalar:
                 self._copy(scalars[piece], arrays.scalars, 1, slots)

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from training.config import InitializerConfig, SparseOptimizerConfig
+from training.embedding import places as places_module
+from training.embedding import table as table_module
 from training.embedding.codec import WIRE_DTYPES, decode, encode
 from training.embedding.embedding_worker import EmbeddingWorker, Ids
 from training.embedding.messages import Kind
 from training.embedding.parameter_server import ParameterServer
+from training.embedding.places import KeptPlaces
 from training.embedding.slots import Slot, TableSpec
 from training.embedding.sockets import SocketTransport
 from training.embedding.transport import InProcessTransport, Message
@@ -39,12 +42,13 @@ class Cluster:
         self.transport = transport or InProcessTransport()
         addresses = []
         self.open = []
+        self.roles = []
         for i in range(num_servers):
             server = ParameterServer.create(
                 specs, num_servers=num_servers, seed=7, wire_dtype=wire, sync_ranks=sync_ranks, timeout_seconds=timeout_seconds
             )
-            server = stack.enter_context(server)
-            self.open.append(stack.enter_context(self.transport.serve(server.handle, place.format(f"s{i}"))))
+            self.roles.append(stack.enter_context(server))
+            self.open.append(stack.enter_context(self.transport.serve(self.roles[-1].handle, place.format(f"s{i}"))))
             addresses.append(self.open[-1].address)
         self.servers = [self.transport.connect(address, peer=address) for address in addresses]
         self.role = stack.enter_context(EmbeddingWorker(slots, self.transport, addresses, wire_dtype=wire, sync=sync_ranks > 0))
@@ -315,3 +319,50 @@ def test_a_batch_of_no_records_is_looked_up_and_updated(stack):
     cluster.put(1, np.zeros((0, 2)), [([0], [])])
     assert cluster.look_up(1).shape == (0, 9)
     cluster.update(1, np.zeros((0, 9)))
+
+
+@pytest.mark.parametrize("capacity", [40, 4000], ids=["rows are evicted", "none is"])
+@pytest.mark.parametrize("min_count", [1, 2])
+def test_rows_become_the_same_whether_or_not_a_server_remembers_where_they_are(stack, monkeypatch, capacity, min_count):
+    """Three batches in flight, with signs in common; one is skipped."""
+    tables = [spec(capacity_rows=capacity, min_count=min_count), spec(name="u", dim=2, capacity_rows=capacity)]
+    slots = [single("a"), single("b", table=1, dim=2)]
+    clusters = [Cluster(stack, slots, tables, place=f"{{}}-{k}") for k in range(2)]
+    for server in clusters[1].roles:
+        monkeypatch.setattr(server.places, "take", lambda _number: None)
+    rng, asked = np.random.default_rng(0), []
+    update = table_module.EmbeddingTable.update
+
+    def watched(table, signs, gradients, *, draw, places):
+        asked.append(places)
+        return update(table, signs, gradients, draw=draw, places=places)
+
+    monkeypatch.setattr(table_module.EmbeddingTable, "update", watched)
+    for step in range(30):
+        signs = rng.zipf(1.3, (50, 2)) % 300
+        gradient = rng.standard_normal((50, 5)).astype(np.float32)
+        got = []
+        for cluster in clusters:
+            cluster.put(step, signs, step=step)
+            got.append(cluster.look_up(step).copy())
+            if step >= 2:
+                cluster.update(step - 2, gradient, skip=step == 9)
+        np.testing.assert_array_equal(*got)
+    assert any(places is not None for places in asked)
+    everyone = Ids(np.repeat(np.arange(300, dtype=np.uint64)[:, None], 2, axis=1), [])
+    np.testing.assert_array_equal(*(cluster.rows(everyone) for cluster in clusters))
+
+
+def test_places_that_nobody_comes_for_are_forgotten(monkeypatch):
+    monkeypatch.setattr(places_module, "KEPT_BYTES", 10_000)
+    kept = KeptPlaces()
+    numbers = [kept.keep(kept.new([100, 20])) for _ in range(100)]
+    assert kept.shelf.allocations <= 20
+    assert kept.take(numbers[0]) is None
+    assert kept.take(None) is None
+    last = kept.take(numbers[-1])
+    assert [len(places.slots) for places in last.of_table] == [100, 20]
+    assert kept.take(numbers[-1]) is None
+    kept.done(last)
+    large = kept.keep(kept.new([10_000]))
+    assert kept.take(large) is not None, "the latest is kept whatever its size"

@@ -24,6 +24,7 @@ from training.embedding import table as table_module
 from training.embedding.dedup import dedup
 from training.embedding.geometry import Geometry
 from training.embedding.hashing import GOLDEN, mix_reference
+from training.embedding.places import Places
 from training.embedding.simd import load8
 from training.embedding.slots import TableSpec
 from training.embedding.table import EmbeddingTable
@@ -164,6 +165,8 @@ class Pair:
         self.table = make()
         self.model = Model(spec, self.table.geometry)
         self.draw = 0
+        self.looked_up: list[tuple[np.ndarray, Places]] = []
+        """Look-ups of training whose update has not come."""
 
     def close(self) -> None:
         self.table.close()
@@ -180,7 +183,8 @@ class Pair:
 
     def train(self, signs: np.ndarray, numbers: list[int]) -> None:
         out = np.full((len(signs), self.spec.dim), 7.0, np.float32)
-        counts = self.table.lookup(signs, out, insert=True)
+        self.looked_up.append((signs, Places(np.full(len(signs), -(2**40), np.int64))))
+        counts = self.table.lookup(signs, out, insert=True, places=self.looked_up[-1][1])
         rows, expected = self.model.train(numbers)
         assert (counts.hits, counts.inserted, counts.refused, counts.evicted) == expected
         for row, got in zip(rows, out, strict=True):
@@ -194,10 +198,16 @@ class Pair:
             row = self.model.rows.get(number)
             np.testing.assert_array_equal(got, np.zeros(self.spec.dim, np.float32) if row is None else row.values)
 
-    def update(self, signs: np.ndarray, numbers: list[int]) -> None:
+    def update_looked_up(self, _: np.ndarray, numbers: list[int]) -> None:
+        """One of the batches in flight, as chance has it."""
+        if self.looked_up:
+            signs, places = self.looked_up.pop(len(numbers) % len(self.looked_up))
+            self.update(signs, [int(s) for s in signs], places)
+
+    def update(self, signs: np.ndarray, numbers: list[int], places: Places | None = None) -> None:
         self.draw += 1
         gradients = np.random.default_rng(self.draw).standard_normal((len(signs), self.spec.dim)).astype(np.float32)
-        counts = self.table.update(signs, gradients, draw=self.draw)
+        counts = self.table.update(signs, gradients, draw=self.draw, places=places)
         present = [n in self.model.rows for n in numbers]
         assert (counts.applied, counts.absent) == (sum(present), len(present) - sum(present))
         for number, gradient, got in zip(numbers, gradients, self.values(signs), strict=True):
@@ -213,13 +223,13 @@ class Pair:
         self.directory.mkdir()
         meta = json.loads(json.dumps(self.table.snapshot(self.directory)))
         self.table.close()
-        self.table = self.make()
+        self.table, self.looked_up = self.make(), []
         self.table.restore(self.directory, meta)
         everyone = np.array(sorted(self.model.rows), np.uint64)
         self.read(everyone, [int(s) for s in everyone])
 
 
-verbs = st.sampled_from(["train", "train", "update", "update", "read", "snapshot"])
+verbs = st.sampled_from(["train", "train", "update", "update_looked_up", "update_looked_up", "read", "snapshot"])
 ids = st.lists(st.integers(0, 90) | st.sampled_from([2**63, 2**64 - 1]), max_size=70)
 streams = st.lists(st.tuples(verbs, ids), max_size=9)
 specs = st.builds(
