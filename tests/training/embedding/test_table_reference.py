@@ -262,6 +262,20 @@ def test_any_stream_of_calls_does_what_the_model_does(
     run(spec, capacity, tmp_path_factory.mktemp("one"), stream, num_servers=servers)
 
 
+@pytest.mark.parametrize("capacity", [1, 40, 100])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
+def test_updates_of_rows_that_have_gone_meanwhile_do_what_the_model_does(
+    tmp_path: Path, optimizer: SparseOptimizerConfig, capacity: int
+) -> None:
+    """Three batches in flight in a table that is too small for them."""
+    rng, stream = np.random.default_rng(capacity), []
+    for step in range(30):
+        stream.append(("train", rng.integers(0, 90, 30).tolist()))
+        if step >= 2:
+            stream.append(("update_looked_up", [1, 2, 3]))
+    run(TableSpec("t", 5, optimizer, InitializerConfig(scale=0.2), 1, 1000), capacity, tmp_path, stream)
+
+
 @given(spec=specs, stream=streams, capacity=st.sampled_from([30, 60, 90]))
 @calmly
 def test_threads_that_share_a_table_do_what_the_model_does(
