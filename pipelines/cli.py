@@ -166,13 +166,14 @@ def _free_port(host: str) -> int:
 
 @cli.command()
 @click.argument("name", type=click.Choice(["parameter_server", "embedding_worker", "data_loader", "nn_worker"]))
-@click.option("--index", type=click.IntRange(min=0), required=True, help="Which of the role's processes this is.")
+@click.option("--index", type=click.IntRange(min=0), help="Which of the role's processes this is; a pod's environment says it when absent.")
 @click.option("--job", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The job.json that `satrap train` wrote.")
-def role(name: str, index: int, job: Path) -> None:
+def role(name: str, index: int | None, job: Path) -> None:
     """Run one process of a role."""
+    from training.pod import index_of
     from training.roles import run_role
 
-    sys.exit(run_role(name, index=index, job=job))
+    sys.exit(run_role(name, index=index_of(os.environ) if index is None else index, job=job))
 
 
 for command in (cli_plan.plan, *cli_stages.COMMANDS):

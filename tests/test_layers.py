@@ -28,6 +28,7 @@ INFRA_MAY_KNOW = {
     "training.evaluation_record",
     "training.events",
     "training.job",
+    "training.pod",
     "training.report",
 }
 

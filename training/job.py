@@ -1,7 +1,7 @@
 """What the roles of one training run share: the job description, and where each finds the others.
 
 The rendezvous directory holds one small file per role process with its address. A role announces itself once it can answer, and
-waits for the announcements it needs: servers, then workers, then loaders, then ranks.
+waits for the announcements it needs: servers, then workers, then loaders, then ranks. Pods find one another by names: ``training.pod``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,8 +41,10 @@ class Job(BaseModel):
     token: str
     """Every connection between roles shows it first; job.json is readable by its owner only."""
     rendezvous: str
-    """Directory all roles can reach; also holds the Unix sockets of a local run."""
+    """Directory all roles of a machine can reach; also holds the Unix sockets of a local run."""
     events: str
+    peers: dict[RoleName, list[str]] = {}
+    """``host:port`` of every process by role, in a gang of pods; empty: they find one another by files in ``rendezvous``."""
     resume: str | None = None
     """Checkpoint to go on from: rows, dense network, optimizers, position."""
     warm_start: str | None = None
@@ -85,6 +88,12 @@ class Rendezvous:
     def __init__(self, directory: Path, timeout_seconds: float) -> None:
         self._directory = directory
         self._timeout_seconds = timeout_seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close what was opened for being found: nothing here."""
 
     def listen_address(self, training: TrainingConfig, role: RoleName, index: int) -> str:
         """Where a role should listen."""

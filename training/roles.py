@@ -1,7 +1,8 @@
 """What a process or pod of a role runs: ``run_role`` builds the role from the job description and serves until it is done or told to stop.
 
-Exit status 0: done, or told to stop by SIGTERM; an nn_worker told to stop is not done: 143. Status 1: a ``SatrapError``; its text is the
-last line on standard error and stands in ``failure-<role>-<index>.txt`` of the rendezvous directory.
+Exit status 0: done, or told to stop by SIGTERM; an nn_worker told to stop is not done: 143. Status 1: a ``SatrapError``, 3: one that only
+says that another role is gone; its text is the last line on standard error and stands in ``failure-<role>-<index>.txt`` of the
+rendezvous directory.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,14 +20,18 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from training.errors import RoleError, SatrapError
-from training.job import ROLES, Job, Rendezvous, RoleName, total_steps
+from training.errors import RoleError, SatrapError, TransportError
+from training.job import ROLES, Job, RoleName, total_steps
+from training.pod import rendezvous_of, resumed
 
 if TYPE_CHECKING:
     from training.embedding.transport import Handler
 
 PR_SET_PDEATHSIG = 1
 HEARTBEAT_SECONDS = 1.0
+RESULT = "result.json"
+OWN_FAULT, LOST_PEER = 1, 3
+"""Exit status of a role that failed by itself, and of one that another role's end took along: only the latter is worth another try."""
 
 
 def run_role(name: str, *, index: int, job: Path) -> int:
@@ -34,7 +40,7 @@ def run_role(name: str, *, index: int, job: Path) -> int:
         raise RoleError(f"{name!r} is no role; roles are {', '.join(ROLES)}")
     role = name
     try:
-        description = Job.model_validate_json(job.read_bytes())
+        description = resumed(Job.model_validate_json(job.read_bytes()), os.environ)
     except FileNotFoundError:
         raise RoleError(f"{job}: no such file; a role needs the job.json that `satrap train` wrote") from None
     except ValueError:
@@ -47,8 +53,14 @@ def run_role(name: str, *, index: int, job: Path) -> int:
     except SatrapError as error:
         Path(description.rendezvous, f"failure-{role}-{index}.txt").write_text(str(error), encoding="utf-8")
         sys.stderr.write(f"error: {error}\n")
-        return 1
+        return _status(error)
     return 0
+
+
+def _status(error: SatrapError) -> int:
+    # torch tells of a lost rank by a RuntimeError, which the rank's own error names as its cause.
+    lost = isinstance(error, TransportError | RoleError) or isinstance(error.__cause__, RuntimeError)
+    return LOST_PEER if lost else OWN_FAULT
 
 
 def _run_parameter_server(job: Job, index: int) -> None:
@@ -76,7 +88,7 @@ def _run_embedding_worker(job: Job, index: int) -> None:
     from training.embedding.slots import slots
 
     training = job.config.training
-    servers = _rendezvous(job).addresses("parameter_server", job.count("parameter_server"))
+    servers = rendezvous_of(job).addresses("parameter_server", job.count("parameter_server"))
     transport = job.transport()
     sync = training.mode == "sync"
     with (
@@ -103,7 +115,7 @@ def _run_data_loader(job: Job, index: int) -> None:
         depth=training.staleness_bound + 2,
         timeout_seconds=training.request_timeout_seconds,
     )
-    workers = _rendezvous(job).addresses("embedding_worker", job.count("embedding_worker"))
+    workers = rendezvous_of(job).addresses("embedding_worker", job.count("embedding_worker"))
     with ShardReader.open(data_dir, "train") as reader, job.timeline("data_loader", index) as timeline:
         plan = BatchPlan(
             reader.shard_starts,
@@ -119,8 +131,10 @@ def _run_data_loader(job: Job, index: int) -> None:
 def _run_nn_worker(job: Job, index: int) -> None:
     from training.dense.session import train_rank
 
-    with _stopping_raises():
-        train_rank(job, index, _rendezvous(job))
+    with _stopping_raises(), rendezvous_of(job) as rendezvous:
+        train_rank(job, index, rendezvous)
+    if job.peers and index == 0:  # The pod and its directory go; whoever launched the gang reads the result where the output is.
+        shutil.copyfile(Path(job.rendezvous, RESULT), Path(job.output_dir, RESULT))
 
 
 _RUNNERS = {
@@ -131,15 +145,11 @@ _RUNNERS = {
 }
 
 
-def _rendezvous(job: Job) -> Rendezvous:
-    return Rendezvous(Path(job.rendezvous), job.config.training.start_timeout_seconds)
-
-
 def _serve(job: Job, role: RoleName, index: int, handler: Handler) -> None:
     """Answer requests until SIGTERM."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
-    rendezvous = _rendezvous(job)
+    rendezvous = rendezvous_of(job)
     with job.transport().serve(handler, rendezvous.listen_address(job.config.training, role, index)) as server:
         rendezvous.announce(role, index, server.address)
         stop.wait()
