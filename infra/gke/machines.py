@@ -6,9 +6,12 @@ Sources: machine families, GKE compact placement, Tier_1 networking and Local SS
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from infra.gang import RoleSpec
+from training.config import ClusterConfig
 from training.errors import ConfigError
 
 Kind = Literal["gpu", "cpu", "memory"]
@@ -120,3 +123,24 @@ def gpus_of(machine_type: str) -> Gpus | None:
             raise ConfigError([f"machine type {machine_type!r}: no such machine; g2-standard has {sorted(_G2_GPUS)} vCPUs"])
         count = _G2_GPUS[count]
     return Gpus(_GPU_TYPES[kind], count)
+
+
+def pool_problems(role: RoleSpec, cluster: ClusterConfig) -> Iterator[str]:
+    """What a role's machines cannot do of what is configured, with the setting that is wrong."""
+    settings, path = role.pool, f"cluster.pools.{role.role}"
+    try:
+        family, gpus = family_of(settings.machine_type), gpus_of(settings.machine_type)
+    except ConfigError as error:
+        yield from (f"{path}.{line}" for line in error.problems)
+        return
+    for name, offered in (("compact", family.compact), ("tier_1", family.tier_1), ("local_ssds", family.local_ssd), ("spot", family.spot)):
+        if getattr(settings, name) and not offered:
+            yield f"{path}.{name}: {settings.machine_type} does not have it; remove it, or choose another machine"
+    if gpus and role.role == "nn_worker" and settings.processes_per_machine != gpus.count:
+        yield (
+            f"{path}.processes_per_machine: {settings.processes_per_machine}, but {settings.machine_type} has {gpus.count} GPUs "
+            f"and every rank takes one: set it to {gpus.count}"
+        )
+    if cluster.profile == "queued" and role.role == "nn_worker" and not family.flex_start:
+        able = ", ".join(name for name, row in FAMILIES.items() if row.flex_start)
+        yield f"{path}.machine_type: profile queued needs machines of DWS ({able}), not {settings.machine_type}; or take on_demand"

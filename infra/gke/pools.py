@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,7 +11,7 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.message import Message
 
 from infra.gang import RUN, Gang, RoleSpec
-from infra.gke.machines import FAMILIES, KINDS, family_of, gpus_of
+from infra.gke.machines import KINDS, family_of, gpus_of, pool_problems
 from training.config import ClusterConfig
 from training.errors import ConfigError
 
@@ -64,7 +63,7 @@ class Pool:
 
 def pools_of(gang: Gang, cluster: ClusterConfig) -> list[Pool]:
     """One pool per role, in the order in which they are made. Raises ``ConfigError`` with everything a machine cannot do."""
-    problems = [line for role in gang.roles for line in _problems(role, cluster)]
+    problems = [line for role in gang.roles for line in pool_problems(role, cluster)]
     if problems:
         raise ConfigError(problems)
     pools = [Pool(role, _node_pool(role, gang, cluster), scaled=cluster.profile == "queued") for role in gang.roles]
@@ -158,26 +157,6 @@ def _node_pool(role: RoleSpec, gang: Gang, cluster: ClusterConfig) -> gke.NodePo
             pool.queued_provisioning = gke.NodePool.QueuedProvisioning(enabled=True)
     pool.config = config
     return pool
-
-
-def _problems(role: RoleSpec, cluster: ClusterConfig) -> Iterator[str]:
-    settings, path = role.pool, f"cluster.pools.{role.role}"
-    try:
-        family, gpus = family_of(settings.machine_type), gpus_of(settings.machine_type)
-    except ConfigError as error:
-        yield from (f"{path}.{line}" for line in error.problems)
-        return
-    for name, offered in (("compact", family.compact), ("tier_1", family.tier_1), ("local_ssds", family.local_ssd), ("spot", family.spot)):
-        if getattr(settings, name) and not offered:
-            yield f"{path}.{name}: {settings.machine_type} does not have it; remove it, or choose another machine"
-    if gpus and role.role == "nn_worker" and settings.processes_per_machine != gpus.count:
-        yield (
-            f"{path}.processes_per_machine: {settings.processes_per_machine}, but {settings.machine_type} has {gpus.count} GPUs "
-            f"and every rank takes one: set it to {gpus.count}"
-        )
-    if cluster.profile == "queued" and role.role == "nn_worker" and not family.flex_start:
-        able = ", ".join(name for name, row in FAMILIES.items() if row.flex_start)
-        yield f"{path}.machine_type: profile queued needs machines of DWS ({able}), not {settings.machine_type}; or take on_demand"
 
 
 _UNCOMPARED = frozenset(

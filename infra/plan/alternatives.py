@@ -43,7 +43,7 @@ class Alternative:
     usd_per_hour: float | None
     """Of all machines of the run, with so many servers."""
     samples_per_second: float
-    checkpoint_seconds: float | None
+    checkpoint_seconds: float
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,7 @@ def _machines(found: Estimate) -> tuple[Alternative, ...]:
         for tier_1 in {False, machine.tier_1_gbps is not None}:
             pool = replace(own, machine=machine, tier_1=tier_1)
             made.append(_sized(found, found.workload, pool, machine.name + (" with Tier_1" if tier_1 else "")))
-    return tuple(
-        sorted((one for one in made if one.possible), key=lambda one: (one.usd_per_hour or float("inf"), one.checkpoint_seconds or 0.0))
-    )
+    return tuple(sorted((one for one in made if one.possible), key=lambda one: (one.usd_per_hour or float("inf"), one.checkpoint_seconds)))
 
 
 def _sweep(found: Estimate) -> tuple[Alternative, ...]:

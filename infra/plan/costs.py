@@ -44,6 +44,11 @@ ASSUMPTIONS = {
     "multi_valued_share": Assumption(0.1, "", "assumed without data: ids of a multi-valued slot, as a share of its max_ids"),
     "server_threads": Assumption(16, "", "assumed where training.server_threads is absent: threads of a server, if it has the cores"),
     "usable_share": Assumption(0.9, "", "chosen: share of a pod's memory that tables may take; the rest is for buffers and the process"),
+    "snapshot_bytes_per_second": Assumption(
+        1.2e9,
+        "B/s",
+        "measured 2026-12-04: a server writes its tables to memory; 1.2e9 at width 16, 1.9e9 at 128 (docs/experiments.md)",
+    ),
     "disk_bytes_per_second": Assumption(0.5e9, "B/s", "assumed: a local disk, for checkpoints of a run on one machine"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from infra.local import Machine
@@ -42,8 +41,13 @@ class Estimate:
     throughput: Throughput
     checkpoint_bytes: float
     """Of all tables at capacity."""
-    checkpoint_seconds: float | None
-    """At least: all servers write at once, as fast as their network, or the disk of the one machine, takes it. None where unknown."""
+    checkpoint_limits: tuple[tuple[str, float], ...]
+    """What bounds the writing of a checkpoint, slowest first: name, seconds. All servers write at once."""
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """At least."""
+        return self.checkpoint_limits[0][1]
 
     @property
     def servers(self) -> Pool:
@@ -78,7 +82,7 @@ class Estimate:
         if steps is None:
             return None
         checkpoints = 1 + (steps // training.checkpoint_every_steps if training.checkpoint_every_steps else 0)
-        hours = (steps * self.throughput.step_seconds + checkpoints * (self.checkpoint_seconds or 0.0)) / 3600.0
+        hours = (steps * self.throughput.step_seconds + checkpoints * self.checkpoint_seconds) / 3600.0
         price = self.shape.usd_per_hour
         records = steps * training.batch_size * training.roles.nn_worker
         return Run(steps, records, checkpoints, hours, None if price is None else price * hours)
@@ -90,7 +94,11 @@ def estimate(workload: Workload, shape: Shape, *, known: bool = False) -> Estima
     tables = memory_of(workload, num_servers=pool.processes, known=known)
     total = sum(table.total_bytes for table in tables)
     written = sum(table.checkpoint_bytes for table in tables)
-    speed = assumed("disk_bytes_per_second") if shape.shared else pool.machines * pool.bytes_per_second
+    limits = {"a server's own speed": written / pool.processes / assumed("snapshot_bytes_per_second")}
+    if shape.shared:
+        limits["the disk"] = written / assumed("disk_bytes_per_second")
+    else:
+        limits["the network of the servers"] = needed_bytes(written, pool) / pool.bytes_per_second
     return Estimate(
         workload=workload,
         shape=shape,
@@ -99,7 +107,7 @@ def estimate(workload: Workload, shape: Shape, *, known: bool = False) -> Estima
         usable_bytes=usable_bytes(pool),
         throughput=throughput(workload, shape),
         checkpoint_bytes=written,
-        checkpoint_seconds=None if math.isinf(speed) else written / speed,
+        checkpoint_limits=tuple(sorted(limits.items(), key=lambda item: -item[1])),
     )
 
 

@@ -12,8 +12,8 @@ from training.embedding.footprint import VALUE_BYTES, blocks_of, server_rows, st
 from training.embedding.slots import TableSpec
 
 _FLOAT_BYTES = 4
-_RECENCY_BYTES = 1
-"""Of a row in a checkpoint."""
+_PLACE_BYTES, _RECENCY_BYTES = 8, 1
+"""Of a row in a checkpoint, beside its sign."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class TableMemory:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of the table at capacity: sign, recency, values and state of every row."""
-        return self.rows * (SIGN_BYTES + _RECENCY_BYTES + self.value_bytes + self.state_bytes)
+        """Of the table at capacity: sign, place, recency, values and state of every row."""
+        return self.rows * (SIGN_BYTES + _PLACE_BYTES + _RECENCY_BYTES + self.value_bytes + self.state_bytes)
 
 
 def table_memory(spec: TableSpec, *, num_servers: int, distinct: float | None = None) -> TableMemory:

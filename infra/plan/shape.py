@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
+from infra.gang import RoleSpec
+from infra.gke.machines import family_of, pool_problems
 from infra.plan.catalogue import MachineType, machine_type
 from training.config import Config
 from training.errors import ConfigError
@@ -42,6 +45,16 @@ class Pool:
         price = self.machine.usd_per_hour
         return None if price is None else price * self.machines
 
+    @property
+    def quotas(self) -> dict[str, int]:
+        """Metrics of the region's quota that the machines count against, as far as the Compute API knows them."""
+        family, gpus = family_of(self.machine.name), self.machine.gpus
+        cpus = "PREEMPTIBLE_CPUS" if self.spot else family.cpu_quota
+        found = {cpus: self.machines * self.machine.vcpus} if cpus else {}
+        if gpus and gpus.quota:
+            found[f"PREEMPTIBLE_{gpus.quota}" if self.spot else gpus.quota] = self.machines * gpus.count
+        return found
+
     def sized(self, processes: int) -> Pool:
         """With another number of processes."""
         return replace(self, processes=processes)
@@ -78,6 +91,14 @@ class Shape:
         return None if None in prices else sum(price for price in prices if price is not None)
 
     @property
+    def quotas(self) -> dict[str, int]:
+        """What the run takes of the region's quota, by metric; nothing on one machine."""
+        total: Counter[str] = Counter()
+        for pool in () if self.shared else self.pools:
+            total.update(pool.quotas)
+        return dict(total)
+
+    @property
     def cores(self) -> int:
         """Of the one machine, or of all."""
         return self.pools[0].machine.cores if self.shared else sum(pool.machines * pool.machine.cores for pool in self.pools)
@@ -91,23 +112,16 @@ def shape_of(config: Config, machine: MachineType | None) -> Shape:
         counts = {role: int(getattr(roles, role)) for role in ROLES}
         return Shape(tuple(Pool(role, counts[role], counts[role], machine) for role in ROLES), shared=True)
     assert cluster.pools is not None
-    pools = []
+    pools: list[Pool] = []
+    problems: list[str] = []
     for role in ROLES:
-        own = getattr(cluster.pools, role)
-        found = machine_type(own.machine_type, where=f"cluster.pools.{role}.machine_type")
-        pools.append(Pool(role, int(getattr(roles, role)), own.processes_per_machine, found, own.tier_1, own.spot))
-    _check_gpus(pools)
+        own, path = getattr(cluster.pools, role), f"cluster.pools.{role}"
+        found = machine_type(own.machine_type, where=f"{path}.machine_type")
+        spec = RoleSpec(role, int(getattr(roles, role)), own)
+        problems += pool_problems(spec, cluster)
+        if own.tier_1 and found.tier_1_gbps is None and family_of(found.name).tier_1:
+            problems.append(f"{path}.tier_1: the catalogue knows no Tier_1 networking of {found.name}; remove it, or take a larger machine")
+        pools.append(Pool(role, spec.processes, own.processes_per_machine, found, own.tier_1, own.spot))
+    if problems:
+        raise ConfigError(problems)
     return Shape(tuple(pools), shared=False)
-
-
-def _check_gpus(pools: list[Pool]) -> None:
-    """More ranks on a machine than it has GPUs would share one."""
-    for pool in pools:
-        gpus = pool.machine.gpus
-        if pool.role == "nn_worker" and gpus is not None and pool.each > gpus.count:
-            raise ConfigError(
-                [
-                    f"cluster.pools.nn_worker.processes_per_machine: {pool.each} ranks on a {pool.machine.name}, "
-                    f"which has {gpus.count} GPUs; give {gpus.count} or fewer"
-                ]
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from infra.plan.alternatives import Alternative
@@ -11,6 +12,8 @@ from infra.plan.estimate import Estimate
 from infra.plan.memory import size_text
 from infra.plan.plan import Plan
 
+WIDTH = 140
+"""Of running text."""
 SHOWN_MACHINES = 8
 """Of the memory machines, the cheapest; all are in the JSON and HTML."""
 
@@ -18,10 +21,14 @@ SHOWN_MACHINES = 8
 def plan_text(plan: Plan) -> str:
     """The whole plan."""
     found = plan.estimate
-    parts = [headline(found), tables_text(found), roles_text(found), "\n".join(f"{name:<11} {text}" for name, text in facts(plan))]
+    parts = [headline(found), tables_text(found), roles_text(found), "\n".join(_wrapped(name, text) for name, text in facts(plan))]
     parts += _alternatives(plan)
     parts.append(f"measured costs: {measured_on()}; assumptions and sources: --json")
     return "\n\n".join(parts)
+
+
+def _wrapped(name: str, text: str) -> str:
+    return textwrap.fill(f"{name:<11} {text}", WIDTH, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
 
 
 def headline(found: Estimate) -> str:
@@ -83,18 +90,28 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("run", run_text(found)),
     ]
     if not found.shape.shared:
+        shown.append(("quota", ", ".join(f"{metric} {count:,}" for metric, count in found.shape.quotas.items()) or "none that is known"))
         zones = ", ".join(plan.zones) or "not known for these machine types together"
         shown.append(("zones", f"{zones} (list of {ZONES_DATE}; provisioning asks the cloud)" if plan.zones else zones))
     shown.append(("data", found.workload.source))
-    return shown + [("note", note) for note in notes(found)]
+    return shown + [("note", note) for note in notes(plan)]
 
 
-def notes(found: Estimate) -> list[str]:
+def notes(plan: Plan) -> list[str]:
     """What to keep in mind with this plan."""
+    found = plan.estimate
     made = []
-    pools = found.shape.pools
+    pools, cluster = found.shape.pools, found.workload.config.cluster
+    for table in found.tables:
+        if table.distinct is not None and table.distinct > table.rows:
+            made.append(
+                f"{table.name}: the train split has {table.distinct:,.0f} different signs for {table.rows:,} rows; "
+                "the least recently used will go, unless embedding.capacity_rows is raised"
+            )
     if found.shape.pool("nn_worker").machine.gpus:
         made.append("a GPU's work is computed from its data sheet; the trainer itself computes on the processor so far")
+    if plan.zones and cluster.zone not in plan.zones:
+        made.append(f"cluster.zone is {cluster.zone}, where the list of {ZONES_DATE} does not have all machine types")
     if not found.shape.shared:
         made.append("not counted: fee and system nodes of the cluster, disks, storage, time until the machines are up, preprocessing")
     if any(pool.spot for pool in pools):
@@ -124,7 +141,7 @@ def run_text(found: Estimate) -> str:
             if price is None or not cloud
             else f"{text}; at most {max_hours:g} h, {money(max_hours * price)} USD (cluster.max_run_hours)"
         )
-    text = f"{run.hours:,.2f} hours for {count_text(run.records)} samples ({run.steps:,} steps, {run.checkpoints} checkpoints)"
+    text = f"{run.hours:,.2f} hours for {count_text(run.records)} samples ({run.steps:,} steps, checkpoints: {run.checkpoints})"
     if run.usd is not None:
         text += f": {run.usd:,.2f} USD"
     if cloud and run.hours > max_hours:
@@ -133,10 +150,10 @@ def run_text(found: Estimate) -> str:
 
 
 def _checkpoint(found: Estimate) -> str:
-    size = size_text(found.checkpoint_bytes)
-    if found.checkpoint_seconds is None:
-        return f"{size}; the network of a {found.servers.machine.name} is not published"
-    return f"{size}, at least {duration(found.checkpoint_seconds)}"
+    name, seconds = found.checkpoint_limits[0]
+    text = f"{size_text(found.checkpoint_bytes)}, at least {duration(seconds)}, limited by {name}"
+    rest = "".join(f"; {other} alone would take {duration(least)}" for other, least in found.checkpoint_limits[1:])
+    return text + rest
 
 
 def _cost(found: Estimate) -> str:
@@ -223,10 +240,8 @@ def rate_text(rate: float) -> str:
     return f"{rate / 1e6:,.2f} million" if rate >= 1e6 else f"{rate:,.0f}"
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """A time for reading."""
-    if seconds is None:
-        return "unknown"
     if seconds >= 5400.0:
         return f"{seconds / 3600.0:,.1f} h"
     return f"{seconds / 60.0:,.1f} min" if seconds >= 90.0 else f"{seconds:,.1f} s"

@@ -204,8 +204,12 @@ def test_one_machine_that_is_too_small_is_refused_without_servers_to_add():
             "cluster.pools.parameter_server.machine_type: 'm9-huge-1' is not in the catalogue",
         ),
         (
+            ["--preset", "gke_small", "--set", "cluster.pools.parameter_server.tier_1=true"],
+            "cluster.pools.parameter_server.tier_1: the catalogue knows no Tier_1 networking of c4-highmem-32",
+        ),
+        (
             ["--preset", "hundred_trillion", "--set", "cluster.pools.nn_worker.processes_per_machine=9"],
-            "9 ranks on a a2-highgpu-8g, which has 8 GPUs",
+            "cluster.pools.nn_worker.processes_per_machine: 9, but a2-highgpu-8g has 8 GPUs",
         ),
     ],
 )
