@@ -8,7 +8,7 @@ from typing import Literal
 from infra.plan.catalogue import memory_machines
 from infra.plan.estimate import Estimate, estimate
 from infra.plan.memory import servers_needed
-from infra.plan.shape import MAX_NODES_PER_POOL, Pool
+from infra.plan.shape import MAX_NODES_PER_POOL, MAX_SERVERS, Pool, allowed
 from infra.plan.throughput import throughput
 from infra.plan.workload import Workload
 from training.config import SparseOptimizerConfig
@@ -31,6 +31,8 @@ class Alternative:
     row_dtype: str
     optimizer: str
     machine: str
+    price_of: str
+    """Region and date of that machine's price."""
     servers: int
     """Smallest number of servers that hold the tables on such machines; 0 on one machine that holds all."""
     machines: int
@@ -42,6 +44,8 @@ class Alternative:
     total_bytes: float
     usd_per_hour: float | None
     """Of all machines of the run, with so many servers."""
+    servers_usd_per_hour: float | None
+    """Of the machines of parameter servers alone."""
     samples_per_second: float
     checkpoint_seconds: float
 
@@ -112,10 +116,11 @@ def _machines(found: Estimate) -> tuple[Alternative, ...]:
     types = {machine.name: machine for machine in [*memory_machines(), own.machine]}
     made = []
     for machine in types.values():
-        for tier_1 in {False, machine.tier_1_gbps is not None}:
-            pool = replace(own, machine=machine, tier_1=tier_1)
-            made.append(_sized(found, found.workload, pool, machine.name + (" with Tier_1" if tier_1 else "")))
-    return tuple(sorted((one for one in made if one.possible), key=lambda one: (one.usd_per_hour or float("inf"), one.checkpoint_seconds)))
+        pool = replace(own, machine=machine, tier_1=own.tier_1 and machine.tier_1_gbps is not None)
+        made.append(_sized(found, found.workload, pool, machine.name))
+    return tuple(
+        sorted((one for one in made if one.possible), key=lambda one: (one.servers_usd_per_hour or float("inf"), one.checkpoint_seconds))
+    )
 
 
 def _sweep(found: Estimate) -> tuple[Alternative, ...]:
@@ -123,7 +128,7 @@ def _sweep(found: Estimate) -> tuple[Alternative, ...]:
     if least is None:
         return ()
     least = max(1, min(least, found.servers.processes))
-    top = max(4 * least, 2 * found.servers.processes, 8)
+    top = min(max(4 * least, 2 * found.servers.processes, 8), MAX_NODES_PER_POOL * found.servers.each, MAX_SERVERS)
     counts = {round(least * (top / least) ** (i / (_STEPS - 1))) for i in range(_STEPS)} | {found.servers.processes}
     made = (_with(found, found.workload, found.servers.sized(count), f"{count} servers", possible=True) for count in sorted(counts))
     return tuple(made)
@@ -134,7 +139,7 @@ def _sized(found: Estimate, workload: Workload, pool: Pool, what: str) -> Altern
     if found.shape.shared:
         return _with(found, workload, pool, what, possible=True)
     count = servers_needed(workload, pool)
-    possible = count is not None and pool.sized(count).machines <= MAX_NODES_PER_POOL
+    possible = count is not None and allowed(pool.sized(count))
     return _with(found, workload, pool.sized(count) if count else pool, what, possible=possible)
 
 
@@ -149,6 +154,7 @@ def _with(found: Estimate, workload: Workload, pool: Pool, what: str, *, possibl
         row_dtype=_one({spec.row_dtype for spec in workload.tables}),
         optimizer=_one({spec.optimizer.name for spec in workload.tables}),
         machine=pool.machine.name,
+        price_of=pool.machine.price_of,
         servers=0 if shape.shared else pool.processes,
         machines=pool.machines,
         fits_as_is=as_is.fits,
@@ -156,6 +162,7 @@ def _with(found: Estimate, workload: Workload, pool: Pool, what: str, *, possibl
         bytes_per_row=other.total_bytes / sum(table.rows for table in other.tables),
         total_bytes=other.total_bytes,
         usd_per_hour=shape.usd_per_hour,
+        servers_usd_per_hour=None if shape.shared else pool.usd_per_hour,
         samples_per_second=other.throughput.samples_per_second,
         checkpoint_seconds=other.checkpoint_seconds,
     )

@@ -81,6 +81,11 @@ class MachineType:
         return gpus_of(self.name) if self.name in catalogue() else None
 
     @property
+    def price_of(self) -> str:
+        """Region and date of the price list."""
+        return f"{self.region} {self.price_date}" if self.region else "no public price"
+
+    @property
     def gpu_flops(self) -> float | None:
         """Of one of its GPUs, per second, float32."""
         return GPU_FLOPS[self.gpus.type] if self.gpus else None

@@ -8,10 +8,13 @@ from infra.local import Machine
 from infra.plan.catalogue import GIB, MachineType, zones_of
 from infra.plan.costs import assumed
 from infra.plan.memory import TableMemory, memory_of, needed_bytes, servers_needed, size_text, usable_bytes
-from infra.plan.shape import MAX_NODES_PER_POOL, Pool, Shape
+from infra.plan.shape import Pool, Shape, allowed
 from infra.plan.throughput import Throughput, throughput
 from infra.plan.workload import Workload
 from training.embedding.footprint import table_bytes
+
+SERVER_SPEED = "a server's own speed"
+"""What may limit a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def estimate(workload: Workload, shape: Shape, *, known: bool = False) -> Estima
     tables = memory_of(workload, num_servers=pool.processes, known=known)
     total = sum(table.total_bytes for table in tables)
     written = sum(table.checkpoint_bytes for table in tables)
-    limits = {"a server's own speed": written / pool.processes / assumed("snapshot_bytes_per_second")}
+    limits = {SERVER_SPEED: written / pool.processes / assumed("snapshot_bytes_per_second")}
     if shape.shared:
         limits["the disk"] = written / assumed("disk_bytes_per_second")
     else:
@@ -133,13 +136,13 @@ def problem_of(found: Estimate) -> str | None:
     if found.fits:
         return None
     pool = found.servers
-    where = pool.machine.name if found.shape.shared else f"a {pool.machine.name}"
+    where = pool.machine.name if found.shape.shared else f"one {pool.machine.name}"
     text = f"the embedding tables need {size_text(found.needed_bytes)} on {where}, which has {size_text(found.usable_bytes)} for them"
     rows = _rows_that_fit(found)
     count = None if found.shape.shared else servers_needed(found.workload, pool)
-    remedies = [f"raise training.roles.parameter_server from {pool.processes} to {count}"] if count else []
-    if count and pool.sized(count).machines > MAX_NODES_PER_POOL:
-        remedies = []
+    remedies = []
+    if count and allowed(pool.sized(count)):
+        remedies.append(f"raise training.roles.parameter_server from {pool.processes} to {count}")
     if rows:
         remedies.append(f"lower embedding.capacity_rows from {found.workload.tables[0].capacity_rows:,} to {rows:,}")
     remedies += [f"store rows as float16 ({_total(found, row_dtype='float16')})"] if _has(found, "float32") else []

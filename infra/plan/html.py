@@ -64,7 +64,7 @@ def _pools(found: Estimate) -> Html:
     rows: list[list[Cell]] = []
     for pool in found.shape.pools:
         machine = pool.machine
-        price = f"{machine.region} {machine.price_date}, {machine.source}" if machine.region else machine.source or "no public price"
+        price = f"{machine.price_of}, {machine.source}" if machine.region else machine.price_of
         counts: list[Cell] = [pool.processes, 1 if shared else pool.machines]
         rows.append([pool.role, *counts, machine.name, None if shared else money(pool.usd_per_hour), price])
     return build.table(["role", "processes", "machines", "type", "USD/h", "price of"], rows, right=["USD/h"])
@@ -89,7 +89,7 @@ def _sweep(plan: Plan) -> list[Html]:
 
     def memory_plot(axes: Any) -> None:
         axes.plot(servers, memory, color=PALETTE[0], marker=".")
-        axes.axhline(usable_bytes(found.servers) / 1e12, color=PALETTE[1], label=f"a {name} has for tables")
+        axes.axhline(usable_bytes(found.servers) / 1e12, color=PALETTE[1], label=f"room on {name}")
         axes.set(ylabel="TB of tables per machine", ylim=(0, None))
         axes.legend()
         mark(axes)
@@ -145,17 +145,17 @@ def _chart(plan: Plan) -> Html:
 
 def _table(alternatives: tuple[Alternative, ...], *, cloud: bool) -> Html:
     names = ["", "bytes per row", "total", "fits as configured"]
-    names += ["servers needed", "machines", "USD/h of all roles", "samples/s", "checkpoint, at least"] if cloud else []
+    names += ["servers needed", "machines", "USD/h of all roles", "samples/s", "checkpoint, at least", "price of"] if cloud else []
     rows: list[list[Cell]] = []
     for one in alternatives:
         row: list[Cell] = [one.what, f"{one.bytes_per_row:,.1f}", size_text(one.total_bytes), one.fits_as_is]
         if cloud and one.possible:
             row += [one.servers, one.machines, money(one.usd_per_hour)]
-            row += [rate_text(one.samples_per_second), duration(one.checkpoint_seconds)]
+            row += [rate_text(one.samples_per_second), duration(one.checkpoint_seconds), one.price_of]
         elif cloud:
-            row += [None, None, None, None, None]
+            row += [None] * 6
         rows.append(row)
-    return build.table(names, rows, right=[name for name in names if name not in ("", "fits as configured")])
+    return build.table(names, rows, right=[name for name in names if name not in ("", "fits as configured", "price of")])
 
 
 def _catalogue(names: set[str]) -> Html:

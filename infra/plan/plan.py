@@ -14,6 +14,7 @@ from infra.plan.alternatives import Alternatives, alternatives_of
 from infra.plan.catalogue import MachineType, machine_type
 from infra.plan.costs import ASSUMPTIONS, measured_on
 from infra.plan.estimate import Estimate, estimate, problem_of, this_machine, zone_candidates
+from infra.plan.notes import notes_of
 from infra.plan.shape import shape_of
 from infra.plan.workload import Workload
 from training.config import Config
@@ -34,6 +35,8 @@ class Plan:
     alternatives: Alternatives
     zones: tuple[str, ...]
     """Candidates, by an old list; empty where nothing is known."""
+    notes: tuple[str, ...]
+    """What to keep in mind."""
     problem: str | None
     """Why it does not fit, and what would help."""
 
@@ -66,15 +69,19 @@ def machine_for(config: Config, name: str | None, *, preset: str | None = None) 
 
 
 def make_plan(config: Config, *, data: Path | None = None, records: int | None = None, machine: MachineType | None = None) -> Plan:
-    """The plan of a configuration. ``data`` is a preprocessed directory, ``records`` those of the train split where there is none yet.
+    """The plan of a configuration.
 
+    ``data`` is a preprocessed directory or its manifest.json, ``records`` those of the train split where there is none yet.
     Raises ``ConfigError`` for machines that are not in the catalogue, ``ManifestError`` for an unusable data directory. That tables do
     not fit is part of the plan.
     """
+    if data is not None and data.name == "manifest.json":
+        data = data.parent
     manifest = Manifest.load(data) if data is not None else None
     workload = Workload.of(config, manifest, records=records)
     found = estimate(workload, shape_of(config, machine), known=manifest is not None)
-    return Plan(found, alternatives_of(found), zone_candidates(found.shape), problem_of(found))
+    zones = zone_candidates(found.shape)
+    return Plan(found, alternatives_of(found), zones, notes_of(found, zones), problem_of(found))
 
 
 def _record(plan: Plan) -> dict[str, Any]:
@@ -110,6 +117,7 @@ def _record(plan: Plan) -> dict[str, Any]:
         "samples_per_second": step.samples_per_second,
         "step_seconds": step.step_seconds,
         "limits": [{"what": what, "seconds_per_step": seconds} for what, seconds in step.limits],
+        "rank_parts": [{"what": what, "seconds_per_step": seconds} for what, seconds in step.rank_parts],
         "network_bytes_per_step": step.network_bytes,
         "reduce_bytes_per_step": step.reduce_bytes,
         "checkpoint_bytes": found.checkpoint_bytes,
@@ -117,6 +125,7 @@ def _record(plan: Plan) -> dict[str, Any]:
         "checkpoint_limits": [{"what": what, "seconds": seconds} for what, seconds in found.checkpoint_limits],
         "quotas": found.shape.quotas,
         "zones": list(plan.zones),
+        "notes": list(plan.notes),
         "alternatives": asdict(plan.alternatives),
         "assumptions": {name: asdict(assumption) for name, assumption in ASSUMPTIONS.items()},
         "measured": measured_on(),

@@ -15,6 +15,9 @@ from training.job import ROLES, RoleName
 MAX_NODES_PER_POOL = 1000
 """Of a node pool in one zone (documentation of GKE, quotas and limits)."""
 
+MAX_SERVERS = 1024
+"""Largest legal ``training.roles.parameter_server``; a test holds it against the configuration."""
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -58,6 +61,11 @@ class Pool:
     def sized(self, processes: int) -> Pool:
         """With another number of processes."""
         return replace(self, processes=processes)
+
+
+def allowed(servers: Pool) -> bool:
+    """Whether so many parameter servers can be configured and stand in one node pool."""
+    return servers.processes <= MAX_SERVERS and servers.machines <= MAX_NODES_PER_POOL
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def roles_text(found: Estimate) -> str:
     shared = found.shape.shared
     rows = [
         [pool.role, str(pool.processes), "1, shared" if shared else str(pool.machines), pool.machine.name]
-        + (["", ""] if shared else [money(pool.usd_per_hour), f"{pool.machine.region} {pool.machine.price_date}".strip() or "no price"])
+        + (["", ""] if shared else [money(pool.usd_per_hour), pool.machine.price_of])
         for pool in found.shape.pools
     ]
     if not shared:
@@ -85,6 +85,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
             f"{training.roles.nn_worker} x {training.batch_size:,} records",
         ),
         ("limited by", limits_text(found)),
+        ("nn workers", "a step of a rank: " + ", ".join(f"{name} {seconds * 1e3:,.1f} ms" for name, seconds in step.rank_parts)),
         ("by mode", ", ".join(f"{mode} {rate_text(rate)}" for mode, rate in plan.alternatives.modes.items()) + " samples/s"),
         ("cost", _cost(found)),
         ("run", run_text(found)),
@@ -94,33 +95,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         zones = ", ".join(plan.zones) or "not known for these machine types together"
         shown.append(("zones", f"{zones} (list of {ZONES_DATE}; provisioning asks the cloud)" if plan.zones else zones))
     shown.append(("data", found.workload.source))
-    return shown + [("note", note) for note in notes(plan)]
-
-
-def notes(plan: Plan) -> list[str]:
-    """What to keep in mind with this plan."""
-    found = plan.estimate
-    made = []
-    pools, cluster = found.shape.pools, found.workload.config.cluster
-    for table in found.tables:
-        if table.distinct is not None and table.distinct > table.rows:
-            made.append(
-                f"{table.name}: the train split has {table.distinct:,.0f} different signs for {table.rows:,} rows; "
-                "the least recently used will go, unless embedding.capacity_rows is raised"
-            )
-    if found.shape.pool("nn_worker").machine.gpus:
-        made.append("a GPU's work is computed from its data sheet; the trainer itself computes on the processor so far")
-    if plan.zones and cluster.zone not in plan.zones:
-        made.append(f"cluster.zone is {cluster.zone}, where the list of {ZONES_DATE} does not have all machine types")
-    if not found.shape.shared:
-        made.append("not counted: fee and system nodes of the cluster, disks, storage, time until the machines are up, preprocessing")
-    if any(pool.spot for pool in pools):
-        made.append("spot machines are counted at the price on demand")
-    if any(pool.tier_1 for pool in pools):
-        made.append("the price of Tier_1 networking is not counted")
-    if len({pool.machine.region for pool in pools} - {""}) > 1:
-        made.append("prices are of different regions")
-    return made
+    return shown + [("note", note) for note in plan.notes]
 
 
 def limits_text(found: Estimate) -> str:
@@ -210,10 +185,13 @@ def widths_text(alternatives: Sequence[Alternative]) -> str:
 def machines_text(alternatives: Sequence[Alternative]) -> str:
     """Machines down."""
     rows = [
-        [one.what, str(one.machines), money(one.usd_per_hour), rate_text(one.samples_per_second), duration(one.checkpoint_seconds)]
+        [
+            *(one.what, str(one.machines), money(one.usd_per_hour), rate_text(one.samples_per_second)),
+            *(duration(one.checkpoint_seconds), one.price_of),
+        ]
         for one in alternatives
     ]
-    return aligned(["MACHINE", "MACHINES", "USD/H OF ALL ROLES", "SAMPLES/S", "CHECKPOINT"], rows, left={0})
+    return aligned(["MACHINE", "MACHINES", "USD/H OF ALL ROLES", "SAMPLES/S", "CHECKPOINT", "PRICE OF"], rows, left={0, 5})
 
 
 def aligned(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: set[int]) -> str:

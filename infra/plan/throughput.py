@@ -30,6 +30,8 @@ class Throughput:
     """Of one step of all ranks."""
     limits: tuple[tuple[str, float], ...]
     """What would bound the step, largest first: name, seconds of one step."""
+    rank_parts: tuple[tuple[str, float], ...]
+    """What a rank's own course consists of, longest first: name, seconds of one step."""
     network_bytes: float
     """Between the roles in one step of all ranks, without the all-reduce."""
     reduce_bytes: float
@@ -159,21 +161,22 @@ class _Step:
         """What one machine of ranks sends, and gets, in an all-reduce."""
         return 2.0 * num_bytes * (self.ranks.machines - 1) / self.ranks.machines
 
-    def rank_seconds(self) -> float:
-        """A rank's own course through a step, with the wait for the slowest."""
+    def rank_parts(self) -> dict[str, float]:
+        """Seconds of a rank's own course through a step, part by part."""
         forward, backward = self.dense_seconds()
         launch = assumed("launch_seconds") if self.ranks.machine.gpus else 0.0
-        alone = launch + forward + backward + 2.0 * self.copy_seconds()
+        parts = {"dense network": forward + backward, "host": launch, "copies": 2.0 * self.copy_seconds()}
         if self.ranks.processes == 1:
-            return alone
+            return parts
         if self.mode == "async":
             everything = self.reduce_seconds(FLOAT_BYTES * sum(self.workload.layers))
-            return alone + everything / self.workload.config.training.averaging_period
+            return {**parts, "averaging": everything / self.workload.config.training.averaging_period}
         spread = assumed("jitter") * math.sqrt(launch**2 + forward**2 + backward**2)
         end = 0.0
         for share, num_bytes in self.buckets():
             end = max(end, share * backward) + self.reduce_seconds(num_bytes)
-        return alone + spread * _slowest_of(self.ranks.processes) + end - backward
+        waits = spread * _slowest_of(self.ranks.processes)
+        return {**parts, "all-reduce beyond backward": end - backward, "waiting for the slowest": waits}
 
     # ---- ways
 
@@ -272,7 +275,8 @@ class _Step:
 def throughput(workload: Workload, shape: Shape) -> Throughput:
     """What a gang is expected to do."""
     step = _Step(workload, shape, workload.batch(), costs())
-    rank, (there, back) = step.rank_seconds(), step.way_seconds()
+    parts, (there, back) = step.rank_parts(), step.way_seconds()
+    rank = sum(parts.values())
     bound = workload.config.training.staleness_bound
     stations = step.stations()
     if bound == 0:
@@ -289,6 +293,7 @@ def throughput(workload: Workload, shape: Shape) -> Throughput:
         samples_per_second=ranks.processes * step.batch.records / seconds,
         step_seconds=seconds,
         limits=ordered,
+        rank_parts=tuple((name, part) for name, part in sorted(parts.items(), key=lambda item: -item[1]) if part > 0.0),
         network_bytes=ranks.processes * step.batch.network_bytes,
         reduce_bytes=reduced,
     )

@@ -11,6 +11,7 @@ from infra.plan.costs import assumed
 from training.config import CategoricalFeature, Config
 from training.data.manifest import Manifest
 from training.embedding.slots import TableSpec, slots, tables
+from training.errors import ManifestError
 
 SIGN_BYTES, FLOAT_BYTES = 8, 4
 _EXACT_IDS = 4096
@@ -94,9 +95,13 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, manifest: Manifest | None = None, *, records: int | None = None) -> Workload:
-        """With the figures of a manifest, or assumed ones: full tables, evenly shared by their slots. ``records`` overrides its own."""
-        specs = tables(config)
-        resolved = slots(config)
+        """With the figures of a manifest, or assumed ones: full tables, evenly shared by their slots. ``records`` overrides its own.
+
+        Raises ``ManifestError`` for data with other slots.
+        """
+        specs, resolved = tables(config), slots(config)
+        if manifest is not None:
+            _check_same_slots(manifest, [slot.name for slot in resolved])
         features = {feature.name: feature for feature in config.schema_.categorical}
         statistics = manifest.splits["train"].slots if manifest is not None and "train" in manifest.splits else {}
         loads = []
@@ -202,6 +207,16 @@ def _area(low: float, high: float, alpha: float) -> float:
 
 def _mlp(width: int, hidden: list[int]) -> tuple[int, ...]:
     return tuple(a * b for a, b in itertools.pairwise([width, *hidden]))
+
+
+def _check_same_slots(manifest: Manifest, wanted: list[str]) -> None:
+    found = [slot.name for slot in manifest.slots]
+    if set(found) != set(wanted):
+        lacking, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+        differ = "; ".join(f"{what} {', '.join(names)}" for what, names in (("without", lacking), ("beside", more)) if names)
+        raise ManifestError(
+            f"the data of {manifest.name} have other slots than the configuration ({differ}); run `satrap preprocess` with it"
+        )
 
 
 def _assumed_ids(feature: CategoricalFeature) -> float:

@@ -3,12 +3,15 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.streams import write_data
+from infra.plan.catalogue import machine_type
 from infra.plan.costs import assumed
+from infra.plan.plan import make_plan
+from infra.plan.text import plan_text
 from infra.plan.workload import Workload, different_ids
 from training.config_file import parse_config
-from training.data.manifest import FORMAT_VERSION, Manifest, SlotStatistics, SplitStatistics
+from training.data.manifest import FORMAT_VERSION, Manifest, SlotStatistics, SlotTransform, SplitStatistics
 from training.dense.models import build_model
+from training.errors import ManifestError
 
 SLOTS = [{"name": "user"}, {"name": "item"}, {"name": "tags", "separator": "|", "max_ids": 30}, {"name": "age", "column": "a"}]
 
@@ -24,13 +27,14 @@ def config_of(*, dense=2, **sections):
     return parse_config(json.dumps(tree))
 
 
-def manifest_of(rows, **distinct):
-    slots = {
+def manifest_of(rows, names=("user", "item", "tags", "age"), **distinct):
+    statistics = {
         name: SlotStatistics(rows=rows, missing=0, ids=rows * ids, distinct=count, unseen=0, dropped=0, top=[], bucket_counts=[0] * 64)
         for name, (ids, count) in distinct.items()
     }
-    train = SplitStatistics(rows=rows, positives=1, dense={}, slots=slots)
-    empty = {"sources": [], "dense": [], "slots": [], "slice_columns": [], "shards": [], "dead": {}}
+    train = SplitStatistics(rows=rows, positives=1, dense={}, slots=statistics)
+    slots = [SlotTransform(name=name, group=name, hash_seed=0) for name in names]
+    empty = {"sources": [], "dense": [], "slots": slots, "slice_columns": [], "shards": [], "dead": {}}
     return Manifest(format_version=FORMAT_VERSION, name="m", fingerprint="f" * 64, feature_digest="d", splits={"train": train}, **empty)
 
 
@@ -100,11 +104,27 @@ def test_max_steps_bounds_a_run_and_stands_alone_without_data():
     assert Workload.of(config, records=10_000).steps == 7
 
 
-def test_a_manifest_without_statistics_of_slots_still_gives_its_records(tmp_path):
-    write_data(tmp_path, records=2000, ids_per_slot=50, alpha=1.05)
-    workload = Workload.of(config_of(), Manifest.load(tmp_path))
+def test_a_manifest_without_statistics_of_slots_still_gives_its_records():
+    workload = Workload.of(config_of(), manifest_of(2000))
     assert workload.records == 2000
     assert workload.slots[0].distinct == workload.tables[0].capacity_rows / 4
+
+
+def test_data_with_other_slots_are_refused():
+    with pytest.raises(ManifestError, match=r"other slots than the configuration \(without age, tags; beside shop\)"):
+        Workload.of(config_of(), manifest_of(2000, names=("user", "item", "shop")))
+
+
+def test_more_different_signs_than_rows_are_pointed_out(tmp_path):
+    (tmp_path / "manifest.json").write_text(manifest_of(1000, user=(1, 700), item=(1, 90), tags=(5, 40), age=(1, 10)).model_dump_json())
+    machine = machine_type("c2-standard-8", where="here")
+    small, large = (
+        make_plan(config_of(embedding={"capacity_rows": rows}), data=tmp_path / "manifest.json", machine=machine) for rows in (600, 900)
+    )
+    assert "the train split has 840 different signs for 600 rows" in "\n".join(small.notes)
+    assert "840 (71% fit)" in plan_text(small)
+    assert "840 (all fit)" in plan_text(large)
+    assert not [note for note in large.notes if "different signs" in note]
 
 
 def test_a_batch_is_counted_in_ids_values_and_bytes():
