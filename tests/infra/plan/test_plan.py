@@ -5,11 +5,13 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from infra.gang import gang_of
+from infra.plan import plan as plan_module
 from infra.plan.html import plan_html
 from infra.plan.plan import PRESETS, machine_for, make_plan, preset_config
 from infra.plan.text import plan_text
@@ -102,6 +104,12 @@ def test_the_preset_is_planned_within_two_seconds_and_without_heavy_imports(satr
 
 
 # ---- presets and configurations take one way
+
+
+def test_the_presets_are_the_files_and_those_that_help_names(satrap):
+    files = {path.stem for path in Path(plan_module.__file__).with_name("presets").iterdir()}
+    assert set(PRESETS) == files
+    assert all(name in satrap("--help").stdout for name in files)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
